@@ -1,0 +1,22 @@
+"""Mixed precision training for PyTorch: any torch optimizer, a half model."""
+
+from mixedopt.errors import CheckpointError, LossScaleError, StepOrderError
+from mixedopt.loss_scale import DynamicLossScale, StaticLossScale
+from mixedopt.optimizer import MixedPrecisionOptimizer
+from mixedopt.policy import CastPolicy, PolicyHandle, convert
+from mixedopt.report import StepReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CastPolicy",
+    "CheckpointError",
+    "DynamicLossScale",
+    "LossScaleError",
+    "MixedPrecisionOptimizer",
+    "PolicyHandle",
+    "StaticLossScale",
+    "StepOrderError",
+    "StepReport",
+    "convert",
+]

@@ -1,0 +1,84 @@
+"""The hooks that cast values between modules of different precision.
+
+Hooks are small picklable objects without state, so they survive ``deepcopy``
+and ``torch.save(model)`` and outlive the optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with every floating tensor in it cast to ``dtype``.
+
+    Looks into lists, tuples, named tuples, dicts and dataclasses. Integers,
+    bools, complex and quantised tensors and all other objects pass untouched;
+    what needs no cast comes back as the same object. Differentiable.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+    if isinstance(value, (list, tuple)):
+        items = [cast(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        changed = {k: new for k, old in value.items() if (new := cast(old, dtype)) is not old}
+        return _updated(value, changed) if changed else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old_fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {k: new for k, old in old_fields.items() if (new := cast(old, dtype)) is not old}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _updated(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    # A copy keeps the subclass (OrderedDict, the outputs of transformers).
+    new = copy.copy(mapping)
+    for key, item in changed.items():
+        new[key] = item
+    return new
+
+
+class CastInputs:
+    """Forward pre-hook: floating arguments become ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments with their tensors cast."""
+        return cast(args, self.dtype), cast(kwargs, self.dtype)
+
+
+class CastOutputs:
+    """Forward hook: floating results become ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return the result with its tensors cast."""
+        return cast(output, self.dtype)
+
+
+class RefuseAssign:
+    """State-dict pre-hook of the root: ``assign=True`` would orphan the masters."""
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Raise ``ValueError`` before anything is loaded."""
+        if metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                "load_state_dict(assign=True): would replace the parameters of a converted model and orphan their "
+                "masters. Load without assign; values are copied into the existing parameters."
+            )

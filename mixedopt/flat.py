@@ -1,0 +1,124 @@
+"""Flat storage: where each parameter lives in a buffer, and views of it.
+
+A ``Layout`` is pure data: it says at which offset, with which shape and
+strides, each parameter lies. The same layout serves the fp32 masters, the half
+weights and the gradients, so one buffer can be read or written in one pass
+while every reader still sees tensors of the parameter's own shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Slots start at multiples of 64 values: a half buffer is then aligned to 128
+# bytes, under which matrix kernels slow down.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in a flat buffer; offsets and sizes in values."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the shaped view of ``flat``. Shares storage."""
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All slots of one buffer.
+
+    Invariants: slots do not overlap; ``size`` is a multiple of ``ALIGNMENT``;
+    what lies between slots is padding, zero, and never counts.
+    """
+
+    slots: tuple[Slot, ...]
+    size: int
+
+    @property
+    def numel(self) -> int:
+        """Values in slots, padding left out."""
+        return sum(slot.numel for slot in self.slots)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return one shaped view of ``flat`` per slot. Shares storage."""
+        return [slot.view(flat) for slot in self.slots]
+
+
+def plan_layout(named: Sequence[tuple[str, Tensor]]) -> Layout:
+    """Give each tensor a slot, in the order given.
+
+    Strides are kept when the tensor is dense (channels_last, transposed), and
+    are those of ``torch.empty_like`` otherwise. Tensors that are packed in one
+    storage (cuDNN's LSTM weights) keep their relative offsets.
+
+    Args:
+        named: (name, tensor) pairs of one device.
+
+    Raises:
+        ValueError: if two tensors overlap in memory.
+
+    Syncs: none.
+    """
+    packs = _packed_storages(named)
+    slots: list[Slot] = []
+    bases: dict[int, int] = {}
+    end = 0
+    for name, tensor in named:
+        key = _storage_key(tensor)
+        if key in packs:
+            first, span = packs[key]
+            if key not in bases:
+                bases[key], end = end, _align(end + span)
+            offset = bases[key] + int(tensor.storage_offset()) - first
+        else:
+            offset, end = end, _align(end + tensor.numel())
+        stride = tuple(int(step) for step in torch.empty_like(tensor, device="meta").stride())
+        slots.append(Slot(name, tuple(tensor.shape), stride, int(offset), tensor.numel()))
+    return Layout(tuple(slots), end)
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+
+
+def _packed_storages(named: Sequence[tuple[str, Tensor]]) -> dict[int, tuple[int, int]]:
+    """Return storage -> (first offset, span) for storages that hold a pack."""
+    members: dict[int, list[tuple[int, int, str, Tensor]]] = {}
+    for name, tensor in named:
+        if tensor.numel():
+            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            start = int(tensor.storage_offset())
+            members.setdefault(_storage_key(tensor), []).append((start, start + reach, name, tensor))
+    packs = {}
+    for key, spans in members.items():
+        if len(spans) == 1:
+            continue
+        spans.sort(key=lambda span: span[:2])
+        dense = all(stop - start == tensor.numel() for start, stop, _, tensor in spans)
+        for (_, stop, before, _), (start, _, after, _) in itertools.pairwise(spans):
+            if start < stop and dense:
+                raise ValueError(
+                    f"parameters {before!r} and {after!r} overlap in memory: each must have its own values. "
+                    "Tie weights by assigning the same Parameter object."
+                )
+        span = spans[-1][1] - spans[0][0]
+        # A pack is mostly values; views scattered over a large storage are not one.
+        if dense and 2 * sum(tensor.numel() for *_, tensor in spans) >= span:
+            packs[key] = (spans[0][0], span)
+    return packs

@@ -1,0 +1,101 @@
+"""Live views of the inner optimizer's groups, and moving it between parameters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixedopt.masters import HALF_DTYPES
+
+
+def init_protocol(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Set what ``torch.optim.Optimizer.__init__`` would, groups and state left out.
+
+    The base class insists on real dicts as groups; the wrapper's are views.
+    """
+    wrapper.defaults = inner.defaults
+    wrapper._optimizer_step_pre_hooks = OrderedDict()
+    wrapper._optimizer_step_post_hooks = OrderedDict()
+    wrapper._optimizer_state_dict_pre_hooks = OrderedDict()
+    wrapper._optimizer_state_dict_post_hooks = OrderedDict()
+    wrapper._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    wrapper._optimizer_load_state_dict_post_hooks = OrderedDict()
+    wrapper._patch_step_function()
+
+
+class GroupView(MutableMapping[str, Any]):
+    """One group of the inner optimizer, with the model's parameters in it.
+
+    Every key but ``params`` reads and writes the inner group itself, so both
+    optimizers, and schedulers made on either, see one value. ``params`` are
+    the model's parameters here and the masters there.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, index: int, params: list[nn.Parameter]) -> None:
+        self._inner = inner
+        self._index = index  # not the dict: load_state_dict replaces it
+        self._params = params
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._inner.param_groups[self._index]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._params if key == "params" else self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise ValueError("param_groups[i]['params'] cannot be assigned. Use add_param_group().")
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key == "params":
+            raise ValueError("param_groups[i]['params'] cannot be deleted.")
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the group as a plain dict, as ``dict.copy`` would."""
+        return dict(self)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(self) | dict(other)
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(other) | dict(self)
+
+    def __ior__(self, other: Mapping[str, Any]) -> GroupView:
+        self.update(other)
+        return self
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def rekey_(inner: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Hand ``inner`` other parameters in the place of those it has.
+
+    State follows its parameter; what was kept in half is widened to fp32.
+
+    Args:
+        inner: groups and state are modified in place.
+        moved: old parameter -> new parameter; others stay.
+    """
+    for group in inner.param_groups:
+        group["params"] = [moved.get(param, param) for param in group["params"]]
+    for old, new in moved.items():
+        if old in inner.state:
+            inner.state[new] = {key: _widened(value) for key, value in inner.state.pop(old).items()}
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value

@@ -1,0 +1,206 @@
+"""The fp32 masters: made, published to the model, refreshed from it.
+
+A bucket holds the slots of one device and one model dtype. Half parameters are
+views of the bucket's flat half buffer and have masters in its flat fp32
+buffer; fp32 parameters are views of that fp32 buffer themselves, so they are
+their own masters and there is no second copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mixedopt.flat import Layout, plan_layout
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+
+
+class Bucket:
+    """Parameters of one device and one dtype, with their masters.
+
+    Making one re-points the storage of every parameter: parameter *identity*
+    stays, so hooks, ties and groups hold. The peak is 8 bytes a value and one
+    tensor for fp32 parameters that become half, 6 afterwards.
+
+    Invariants between calls: ``params[i]`` equals ``masters[i]`` rounded to
+    ``dtype``; both are views of the flat buffers at slot ``i``.
+
+    Args:
+        named: names and parameters, all on one device.
+        dtype: what the parameters become: fp16, bf16 or fp32.
+    """
+
+    def __init__(self, named: NamedParameters, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.params = [param for _, param in named]
+        self.device = self.params[0].device
+        self.layout: Layout = plan_layout([(name, param.detach()) for name, param in named])
+        self.flat_master = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
+        for param, view in zip(self.params, self.layout.views(self.flat_master), strict=True):
+            view.copy_(param.detach())
+            param.grad = None
+            param.data = view  # frees the original before the half buffer is made
+        self.masters = [nn.Parameter(param.detach()) for param in self.params]
+        self.flat_model = self.flat_master
+        if self.is_half:
+            self.flat_model = self.flat_master.to(dtype)
+            for param, view in zip(self.params, self.layout.views(self.flat_model), strict=True):
+                param.data = view
+        self._seen = self._marks()
+
+    @property
+    def is_half(self) -> bool:
+        """True iff the model's parameters are half, and not their own masters."""
+        return self.dtype in HALF_DTYPES
+
+    @property
+    def names(self) -> list[str]:
+        """Parameter names in slot order."""
+        return [slot.name for slot in self.layout.slots]
+
+    def publish_(self, active: Sequence[bool] | None = None) -> None:
+        """Write the masters, rounded once, into the model. Syncs: none.
+
+        Args:
+            active: which slots changed, all if ``None``. Only their version
+                counters move, as with plain torch, so that a backward over a
+                graph recorded before raises.
+        """
+        if self.is_half:
+            self.flat_model.copy_(self.flat_master)
+            moved = self.params if active is None else [p for p, a in zip(self.params, active, strict=True) if a]
+            torch.autograd.graph.increment_version(moved)
+            self._seen = self._marks()
+
+    def refresh_(self) -> None:
+        """Take weights that were edited in the model into the masters.
+
+        Only values whose half rounding differs from the weight are rewritten,
+        so the low bits of untouched values stay. Syncs: none.
+        """
+        if self.is_half:
+            for param, master in zip(self.params, self.masters, strict=True):
+                weight = param.detach()
+                edited = master.to(self.dtype) != weight
+                master.copy_(torch.where(edited, weight.float(), master))
+            self._seen = self._marks()
+
+    def adopt_edits_(self) -> None:
+        """Refresh if a weight was written in place since the last publish.
+
+        Raises:
+            ValueError: if a parameter no longer lies in the flat buffer.
+        """
+        marks = self._marks()
+        if marks == self._seen:
+            return
+        for name, (pointer, _), (expected, _) in zip(self.names, marks, self._seen, strict=True):
+            if pointer != expected:
+                raise ValueError(
+                    f"parameter {name!r} was moved out of the optimizer's flat storage (model.to(), "
+                    "p.data = ...): its master would be lost. Move the model before wrapping it, and edit "
+                    "weights in place."
+                )
+        self.refresh_()
+
+    def first_unfit(self) -> tuple[str, float] | None:
+        """Return name and size of the first finite master beyond the half range."""
+        if not self.is_half:
+            return None
+        for name, master in zip(self.names, self.masters, strict=True):
+            if (size := beyond_range(master.detach(), self.dtype)) is not None:
+                return name, size
+        return None
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(param.data_ptr(), param._version) for param in self.params] if self.is_half else []
+
+
+class MasterWeights:
+    """All buckets of one optimizer.
+
+    Invariants between calls: ``of`` maps every parameter that has a slot to
+    its master.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.of: dict[nn.Parameter, nn.Parameter] = {}
+
+    def extend(self, named: NamedParameters, dtypes: Sequence[torch.dtype]) -> list[Bucket]:
+        """Make masters for more parameters; the older ones stay where they are.
+
+        Args:
+            named: names and parameters, none of which has a master yet.
+            dtypes: what each parameter becomes.
+
+        Returns:
+            The new buckets, one per device and dtype.
+        """
+        sorted_in: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for (name, param), dtype in zip(named, dtypes, strict=True):
+            sorted_in.setdefault((param.device, dtype), []).append((name, param))
+        made = [Bucket(members, dtype) for (_, dtype), members in sorted_in.items()]
+        for bucket in made:
+            self.of.update(zip(bucket.params, bucket.masters, strict=True))
+        self.buckets.extend(made)
+        return made
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, master) for every slot."""
+        for bucket in self.buckets:
+            yield from zip(bucket.names, bucket.masters, strict=True)
+
+    def largest_half(self, device: torch.device) -> Tensor | None:
+        """Return the largest |weight| in fp16, inf iff one does not fit.
+
+        ``None`` without fp16 parameters: bf16 has the range of fp32.
+
+        Syncs: none.
+        """
+        flats = [bucket.flat_model for bucket in self.buckets if bucket.dtype == torch.float16 and bucket.layout.size]
+        norms = [torch.linalg.vector_norm(flat, float("inf")).to(device, non_blocking=True) for flat in flats]
+        return torch.stack(norms).max() if norms else None
+
+    def widened(self, param: nn.Parameter) -> Tensor:
+        """Return a copy of the master, or of the parameter itself in fp32."""
+        source = self.of.get(param, param).detach()
+        return source.to(torch.float32 if source.dtype in HALF_DTYPES else source.dtype, copy=True)
+
+    def widen_(self) -> None:
+        """Make the half parameters of the model fp32: views of the masters."""
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.layout.views(bucket.flat_master), strict=True):
+                param.grad = None
+                param.data = view
+            bucket.flat_model = bucket.flat_master
+            bucket.dtype = torch.float32
+
+    def check_range(self) -> None:
+        """Raise if a master does not fit its half format. Syncs: one per parameter.
+
+        Raises:
+            ValueError: names the parameter.
+        """
+        for bucket in self.buckets:
+            if (unfit := bucket.first_unfit()) is not None:
+                raise unfit_error(*unfit, bucket.dtype)
+
+
+def beyond_range(tensor: Tensor, dtype: torch.dtype) -> float | None:
+    """Return the largest finite |value| if rounding to ``dtype`` makes it inf."""
+    lost = tensor.to(dtype).isinf() & tensor.isfinite()
+    return float(tensor[lost].abs().max()) if bool(lost.any()) else None
+
+
+def unfit_error(name: str, size: float, dtype: torch.dtype) -> ValueError:
+    """Return the error for a weight that its half format cannot hold."""
+    return ValueError(
+        f"parameter {name!r} holds {size:g}, beyond the largest value of {dtype}, {torch.finfo(dtype).max:g}. "
+        f"Keep it in fp32 with policy.keep({name!r}), or use dtype=torch.bfloat16."
+    )

@@ -1,0 +1,90 @@
+"""What a step that does not happen must take back.
+
+The finite check precedes every write to masters and state, so a skipped step
+needs no undo there. Two things are written before the decision or outside our
+hands: running statistics, by the forward; and everything, by an inner
+optimizer that raises in the middle of its first step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
+
+from mixedopt.masters import Bucket
+
+
+class NormStatistics:
+    """Running statistics of norm layers as they were when the window began.
+
+    A window begins with the first train-mode forward after a step. The copy is
+    taken then, for all layers at once, by a hook on each norm layer.
+
+    Args:
+        model: every norm layer with running statistics inside it is watched.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._handles: list[RemovableHandle] = [m.register_forward_pre_hook(self._before) for m in self._layers]
+
+    def restore_(self) -> None:
+        """Write the statistics back as they were, and close the window."""
+        if self._saved:
+            with torch.no_grad():
+                torch._foreach_copy_([live for live, _ in self._saved], [old for _, old in self._saved])
+        self.close()
+
+    def close(self) -> None:
+        """Forget the copy: the next train-mode forward opens a new window."""
+        self._saved = []
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and not self._saved:
+            live = [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
+            self._saved = [(buffer, buffer.clone()) for buffer in live]
+
+
+class FirstStep:
+    """Context of an inner optimizer's first step: if it raises, all is undone.
+
+    Optimizers refuse what they cannot do in the middle of their first step
+    (Adafactor an empty tensor), with part of the weights moved. Masters and
+    state are copied to host memory for that one step.
+
+    Args:
+        inner: the optimizer about to step.
+        buckets: whose masters it may write.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        self._inner = inner
+        self._buckets = buckets
+        self._masters: list[Tensor] = []
+        self._state: dict[Tensor, dict[str, Any]] = {}
+
+    def __enter__(self) -> None:
+        self._masters = [bucket.flat_master.to("cpu", copy=True) for bucket in self._buckets]
+        self._state = {master: copy.deepcopy(entry) for master, entry in self._inner.state.items()}
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for bucket, saved in zip(self._buckets, self._masters, strict=True):
+                bucket.flat_master.copy_(saved)
+            self._inner.state.clear()
+            self._inner.state.update(self._state)

@@ -1,0 +1,121 @@
+"""The optimizer's arguments, checked before anything is written."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixedopt.masters import HALF_DTYPES
+from mixedopt.policy import CastPolicy, check_dtype
+
+dtype = check_dtype
+
+WHO = "MixedPrecisionOptimizer"
+TRAINABLE = (*HALF_DTYPES, torch.float32)
+
+
+def optimizer(value: object) -> None:
+    """Raise ``TypeError`` unless ``value`` can be wrapped."""
+    if not isinstance(value, torch.optim.Optimizer):
+        raise TypeError(f"{WHO}(optimizer={value!r}): must be a torch.optim.Optimizer instance. Build one first.")
+    if type(value).__module__.startswith("mixedopt."):
+        raise TypeError(f"{WHO}(optimizer={WHO}(...)): is wrapped already. Wrap the bare optimizer once.")
+    closure = inspect.signature(value.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{WHO}(optimizer={type(value).__name__}(...)): its step() re-evaluates a closure, which is not "
+            "supported. Use an optimizer whose step() needs no closure."
+        )
+
+
+def policy(value: object, model: nn.Module | None) -> None:
+    """Raise unless ``value`` is a policy and has a model to work on."""
+    if value is not None and not isinstance(value, CastPolicy):
+        raise TypeError(f"{WHO}(policy={value!r}): must be a CastPolicy. Start from CastPolicy.default().")
+    if value is not None and model is None:
+        raise ValueError(f"{WHO}(policy=...): needs a model to convert. Pass model=, or leave policy out.")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"{WHO}(model={model!r}): must be an nn.Module. Pass the model the optimizer trains.")
+
+
+def max_grad_norm(value: object) -> None:
+    """Raise unless ``value`` is ``None`` or a positive finite number."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{WHO}(max_grad_norm={value!r}): must be a number or None. The usual value is 1.0.")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{WHO}(max_grad_norm={value!r}): must be positive and finite. The usual value is 1.0.")
+
+
+def choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        options = " or ".join(repr(option) for option in allowed)
+        raise ValueError(f"{WHO}({name}={value!r}): must be {options} in this version. Leave it out for the default.")
+
+
+def loss(value: object) -> None:
+    """Raise unless ``value`` is a floating tensor of one element."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"backward(loss={value!r}): must be a tensor. Pass the loss before .item().")
+    if not value.is_floating_point():
+        raise ValueError(f"backward(loss of {value.dtype}): must be floating. Compute the loss from model outputs.")
+    if value.numel() != 1:
+        raise ValueError(f"backward(loss of shape {tuple(value.shape)}): must be a scalar. Call .mean() or .sum().")
+
+
+def parameters(inner: torch.optim.Optimizer, root: nn.Module | None) -> dict[nn.Parameter, str]:
+    """Return every parameter of ``inner``, in group order, with its name.
+
+    Names are the model's; without a model the group's ``param_names``, else
+    positions.
+
+    Raises:
+        ValueError: a parameter is not the model's, is in two groups, or cannot
+            be trained here.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for index, group in enumerate(inner.param_groups):
+        names.update(new_parameters(group["params"], names, root, index, group.get("param_names")))
+    return names
+
+
+def new_parameters(
+    params: Sequence[Any],
+    known: Mapping[nn.Parameter, str],
+    root: nn.Module | None,
+    group: int,
+    given: Sequence[str] | None = None,
+) -> dict[nn.Parameter, str]:
+    """Return name by parameter for one group; raises as ``parameters``."""
+    of_model = {} if root is None else {param: name for name, param in root.named_parameters()}
+    fresh: dict[nn.Parameter, str] = {}
+    for position, param in enumerate(params):
+        name = given[position] if given else f"group{group}.param{position}"
+        if root is not None:
+            if param not in of_model:
+                raise ValueError(
+                    f"{WHO}: parameter {name!r} is in the inner optimizer but not in the model. "
+                    "Build the optimizer from model.parameters()."
+                )
+            name = of_model[param]
+        if param in known or param in fresh:
+            raise ValueError(f"{WHO}: parameter {name!r} is in two groups. Leave it in one.")
+        if param.is_complex():
+            raise ValueError(f"{WHO}: parameter {name!r} is complex: it has no half format. Train it separately.")
+        if param.requires_grad and param.dtype not in TRAINABLE:
+            raise ValueError(f"{WHO}: parameter {name!r} is {param.dtype}: must be fp16, bf16 or fp32. Convert it.")
+        fresh[param] = name
+    return fresh
+
+
+def group_params(group: Mapping[str, Any]) -> list[Any]:
+    """Return the group's parameters as a list, as torch would."""
+    params = group["params"]
+    return [params] if isinstance(params, Tensor) else list(params)

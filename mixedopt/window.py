@@ -1,0 +1,123 @@
+"""The window: the gradients of one step, from the first backward to its end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mixedopt.errors import StepOrderError
+from mixedopt.gradients import GradientBuffer, global_norm
+from mixedopt.masters import Bucket, MasterWeights
+
+
+class Window:
+    """Where the gradients are, and in which unit.
+
+    They lie in the model's ``.grad``, scaled, until ``collect_`` moves them to
+    the flat fp32 buffers; ``multiply_`` works there; ``expose_`` shows them to
+    the inner optimizer as its parameters' ``.grad``.
+
+    Invariants between calls of the optimizer: ``unscaled`` is True iff the
+    gradients were moved, divided by S and exposed, and wait for ``step``.
+
+    Args:
+        masters: whose gradients these are; may grow later.
+    """
+
+    def __init__(self, masters: MasterWeights) -> None:
+        self._masters = masters
+        self._buffers: list[GradientBuffer] = []
+        self._views: list[list[Tensor | None]] = []
+        self.unscaled = False
+        self.scaled_a_loss = False
+
+    def collect_(self) -> bool:
+        """Move the gradients into the flat buffers. Syncs: none.
+
+        After ``unscale_`` they are there, and the caller's edits of the
+        masters' gradients are taken over.
+
+        Returns:
+            True iff there is any gradient.
+
+        Raises:
+            ValueError: a gradient is not dense; nothing has been moved.
+            StepOrderError: a backward followed ``unscale_``.
+        """
+        buckets = self._masters.buckets
+        grads = [[param.grad for param in bucket.params] for bucket in buckets]
+        if self.unscaled:
+            if any(grad is not None for mine in grads for grad in mine):
+                raise StepOrderError("backward() after unscale_(): the new gradients have another unit. Call step().")
+            self._views = [self._take_edits_(*pair) for pair in zip(buckets, self._views, strict=True)]
+        else:
+            self._check_dense(grads)
+            self._buffers += [GradientBuffer(b.layout, b.device) for b in buckets[len(self._buffers) :]]
+            if any(grad is not None for mine in grads for grad in mine):
+                self._views = [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
+                self._drop_model_grads()
+        return any(view is not None for mine in self._views for view in mine)
+
+    def norm(self, device: torch.device) -> Tensor:
+        """Return the global norm on ``device``, in the gradients' unit."""
+        return global_norm([buffer.flat for buffer in self._buffers], device)
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply every gradient by ``factor`` (fp32, 0-d)."""
+        for buffer in self._buffers:
+            buffer.flat.mul_(factor.to(buffer.flat.device, non_blocking=True))
+
+    def expose_(self) -> list[list[bool]]:
+        """Show the gradients as the masters' ``.grad``; return which exist."""
+        for bucket, views in zip(self._masters.buckets, self._views, strict=True):
+            for master, view in zip(bucket.masters, views, strict=True):
+                master.grad = view
+        return [[view is not None for view in views] for views in self._views]
+
+    def first_bad(self) -> str | None:
+        """Return the first parameter with an inf or NaN. Syncs: one each."""
+        for bucket, views in zip(self._masters.buckets, self._views, strict=True):
+            for name, view in zip(bucket.names, views, strict=True):
+                if view is not None and not bool(view.isfinite().all()):
+                    return name
+        return None
+
+    def close(self) -> None:
+        """Drop all gradients, the model's and the masters'."""
+        if self._views:
+            for bucket in self._masters.buckets:
+                for master in bucket.masters:
+                    master.grad = None
+            self._views = []
+        for buffer in self._buffers:
+            buffer.release()
+        self.unscaled = False
+        self.scaled_a_loss = False
+
+    def _drop_model_grads(self) -> None:
+        for bucket in self._masters.buckets:
+            for param in bucket.params:
+                param.grad = None
+
+    def _check_dense(self, grads: list[list[Tensor | None]]) -> None:
+        for bucket, mine in zip(self._masters.buckets, grads, strict=True):
+            if any(grad is not None and grad.layout is not torch.strided for grad in mine):
+                bad = next(n for n, g in zip(bucket.names, mine, strict=True) if g is not None and g.is_sparse)
+                raise ValueError(
+                    f"the gradient of parameter {bad!r} is sparse: only dense gradients are supported. "
+                    "Build the embedding with sparse=False. Nothing has been changed."
+                )
+
+    def _take_edits_(self, bucket: Bucket, views: list[Tensor | None]) -> list[Tensor | None]:
+        edited: list[Tensor | None] = []
+        for master, slot, view in zip(bucket.masters, bucket.layout.slots, views, strict=True):
+            if master.grad is view:
+                edited.append(view)
+                continue
+            target = view if view is not None else slot.view(self._buffer_of(bucket).flat)
+            target.zero_() if master.grad is None else target.copy_(master.grad)
+            edited.append(None if master.grad is None else target)
+        return edited
+
+    def _buffer_of(self, bucket: Bucket) -> GradientBuffer:
+        return self._buffers[self._masters.buckets.index(bucket)]
