@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixedopt.errors import CheckpointError
+from mixedopt.errors import CheckpointError, LossScaleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +206,16 @@ def update(config: LossScaleConfig, state: LossScaleState, found_inf: Tensor) ->
         growth_tracker=torch.where(grows, zero, tracker),
         hysteresis_left=left.to(torch.int32),
         floor_skips=torch.where(found_inf & at_floor, state.floor_skips + 1, zero),
+    )
+
+
+def exhausted_error(config: LossScaleConfig, state: LossScaleState, culprit: str | None) -> LossScaleError:
+    """Return the error for one skip too many. Syncs: two reads."""
+    dynamic = isinstance(config, DynamicLossScale)
+    where = f"at min_scale={float(state.scale):.2g}" if dynamic else f"static at {float(state.scale):g}"
+    return LossScaleError(
+        f"found_inf with loss_scale {where} ({int(state.floor_skips)} skips in a row). "
+        f"First bad parameter: {culprit!r}. Lower the learning rate, set max_grad_norm, or keep that module in fp32."
     )
 
 

@@ -9,6 +9,7 @@ their own masters and there is no second copy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ class Bucket:
             self.flat_model = self.flat_master.to(dtype)
             for param, view in zip(self.params, self.layout.views(self.flat_model), strict=True):
                 param.data = view
-        self._seen = self._marks()
+        self._note_storage()
 
     @property
     def is_half(self) -> bool:
@@ -75,7 +76,7 @@ class Bucket:
             self.flat_model.copy_(self.flat_master)
             moved = self.params if active is None else [p for p, a in zip(self.params, active, strict=True) if a]
             torch.autograd.graph.increment_version(moved)
-            self._seen = self._marks()
+            self._versions = [param._version for param in self.params]
 
     def refresh_(self) -> None:
         """Take weights that were edited in the model into the masters.
@@ -88,7 +89,7 @@ class Bucket:
                 weight = param.detach()
                 edited = master.to(self.dtype) != weight
                 master.copy_(torch.where(edited, weight.float(), master))
-            self._seen = self._marks()
+            self._versions = [param._version for param in self.params]
 
     def adopt_edits_(self) -> None:
         """Refresh if a weight was written in place since the last publish.
@@ -96,17 +97,15 @@ class Bucket:
         Raises:
             ValueError: if a parameter no longer lies in the flat buffer.
         """
-        marks = self._marks()
-        if marks == self._seen:
-            return
-        for name, (pointer, _), (expected, _) in zip(self.names, marks, self._seen, strict=True):
-            if pointer != expected:
-                raise ValueError(
-                    f"parameter {name!r} was moved out of the optimizer's flat storage (model.to(), "
-                    "p.data = ...): its master would be lost. Move the model before wrapping it, and edit "
-                    "weights in place."
-                )
-        self.refresh_()
+        pointers = [param.data_ptr() for param in self.params]
+        if pointers != self._pointers:
+            moved = next(n for n, now, was in zip(self.names, pointers, self._pointers, strict=True) if now != was)
+            raise ValueError(
+                f"parameter {moved!r} was moved out of the optimizer's flat storage (model.to(), p.data = ...): "
+                "its master would be lost. Move the model before wrapping it, and edit weights in place."
+            )
+        if self.is_half and [param._version for param in self.params] != self._versions:
+            self.refresh_()
 
     def first_unfit(self) -> tuple[str, float] | None:
         """Return name and size of the first finite master beyond the half range."""
@@ -117,8 +116,9 @@ class Bucket:
                 return name, size
         return None
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [(param.data_ptr(), param._version) for param in self.params] if self.is_half else []
+    def _note_storage(self) -> None:
+        self._pointers = [param.data_ptr() for param in self.params]
+        self._versions = [param._version for param in self.params]
 
 
 class MasterWeights:
@@ -151,6 +151,21 @@ class MasterWeights:
         self.buckets.extend(made)
         return made
 
+    def adopt_edits_(self) -> None:
+        """Notice weights written in place; see ``Bucket.adopt_edits_``."""
+        for bucket in self.buckets:
+            bucket.adopt_edits_()
+
+    def refresh_(self) -> None:
+        """Take edited weights into the masters; see ``Bucket.refresh_``."""
+        for bucket in self.buckets:
+            bucket.refresh_()
+
+    def publish_(self, active: Sequence[Sequence[bool]] | None = None) -> None:
+        """Write the masters into the model; see ``Bucket.publish_``."""
+        for index, bucket in enumerate(self.buckets):
+            bucket.publish_(None if active is None else active[index])
+
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, master) for every slot."""
         for bucket in self.buckets:
@@ -167,9 +182,22 @@ class MasterWeights:
         norms = [torch.linalg.vector_norm(flat, float("inf")).to(device, non_blocking=True) for flat in flats]
         return torch.stack(norms).max() if norms else None
 
-    def widened(self, param: nn.Parameter) -> Tensor:
-        """Return a copy of the master, or of the parameter itself in fp32."""
-        source = self.of.get(param, param).detach()
+    def export(self, model: nn.Module | None) -> dict[str, Any]:
+        """Return the fp32 state dict of ``model``, of the masters if ``None``."""
+        if model is None:
+            return {name: master.detach().clone() for name, master in self.named()}
+        copies: dict[int, Tensor] = {}  # tied names share their copy, as in torch
+        exported = model.state_dict(keep_vars=True)
+        for name, value in exported.items():
+            if isinstance(value, Tensor):
+                exported[name] = copies.setdefault(id(value), self._widened(value))
+        return exported
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        """Return a copy: of the master, else of the tensor, half widened if a parameter."""
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.detach().clone()
+        source = self.of.get(tensor, tensor).detach()
         return source.to(torch.float32 if source.dtype in HALF_DTYPES else source.dtype, copy=True)
 
     def widen_(self) -> None:

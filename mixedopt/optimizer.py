@@ -1,12 +1,10 @@
-"""``MixedPrecisionOptimizer``: it owns the order of a step, nothing else.
+"""``MixedPrecisionOptimizer``: what users hold; a real torch optimizer.
 
-scale -> backward -> gather -> finite check -> skip, or (unscale and clip ->
-inner step -> publish) -> and only then the update of the loss scale.
+The order of a step stands in ``mixedopt.eager``.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -14,34 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt import checkpoint, validate
-from mixedopt.errors import LossScaleError, StepOrderError
-from mixedopt.gradients import clip_factor, may_overflow, unscale_factor
+from mixedopt.eager import EagerTier
+from mixedopt.errors import StepOrderError
 from mixedopt.groups import GroupView, init_protocol, rekey_
-from mixedopt.loss_scale import (
-    DynamicLossScale,
-    LossScaleConfig,
-    LossScaleState,
-    StaticLossScale,
-    init_state,
-    resolve_config,
-    state_from_dict,
-    state_to_dict,
-    update,
-)
+from mixedopt.loss_scale import LossScaleConfig, resolve_config, state_from_dict, state_to_dict
 from mixedopt.masters import MasterWeights
 from mixedopt.policy import CastPolicy, PolicyHandle, cast_parameters_, check_fits, unwrap
 from mixedopt.report import StepReport
-from mixedopt.rollback import FirstStep, NormStatistics
-from mixedopt.window import Window
-
-logger = logging.getLogger("mixedopt")
-
-# Bits of the verdict, the one number that step() reads from the device.
-FOUND_INF, EXHAUSTED, AMBIGUOUS, UNFIT, SCALED = 1, 2, 4, 8, 16
-
-# Applied steps between two looks for a weight beyond the half range. A skip
-# looks too, since such a weight makes the forward overflow.
-RANGE_CHECK_INTERVAL = 64
+from mixedopt.rollback import NormStatistics
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -126,30 +104,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         init_protocol(self, optimizer)
         self._inner = optimizer
         self._root = root
-        self._config: LossScaleConfig = config
-        self._max_grad_norm = max_grad_norm
         self._names = names
         self._groups = [GroupView(optimizer, i, list(g["params"])) for i, g in enumerate(optimizer.param_groups)]
         self._masters = MasterWeights()
-        self._proven = False  # True iff the inner optimizer has stepped over these masters
-        self._window = Window(self._masters)
+        statistics = NormStatistics(root) if root is not None and restore_buffers else None
+        home = next(iter(names)).device
+        self._tier = EagerTier(optimizer, self._masters, config, home, max_grad_norm, statistics)
         self._adopt([param for param in names if param.requires_grad], dtypes)
         self._handle: PolicyHandle | None = None
-        self._statistics: NormStatistics | None = None
         if plan is not None:
             cast_parameters_(plan, plan.dtypes)
             self._handle = PolicyHandle(plan)
             self._handle.attach(self._return_to_fp32)
-            self._statistics = NormStatistics(plan.model) if restore_buffers else None
-        home = next(iter(names)).device
-        self._scale = init_state(config, home)
-        self._one = torch.ones((), device=home)
-        self._norm_before_edits: Tensor | None = None
-        self._largest: Tensor | None = None
-        self._applied_steps = 0
-        self._skipped_steps = 0
-        self._last_step = StepReport()
-        self._warned_unscaled = False
 
     # -- the loop ---------------------------------------------------------
 
@@ -172,9 +138,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             return type(losses)(self.scale(loss) for loss in losses)
         validate.loss(losses)
         self._check_not_unscaled("backward()")
-        self._window.scaled_a_loss = True
+        self._tier.window.scaled_a_loss = True
         wide = losses if losses.dtype == torch.float64 else losses.float()
-        return wide * self._scale.scale.to(losses.device, non_blocking=True)
+        return wide * self._tier.scale.scale.to(losses.device, non_blocking=True)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward, accumulating until ``step()``.
@@ -205,11 +171,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._check_in_force()
         self._check_not_unscaled("unscale_()")
         with torch.no_grad():
-            if self._collect():
-                self._norm_before_edits = self._window.norm(self._scale.scale.device)
-                self._window.multiply_(unscale_factor(self._scale.scale))
-                self._window.expose_()
-                self._window.unscaled = True
+            self._adopt_unfrozen()
+            self._tier.unscale_()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients to the masters and publish them, or skip.
@@ -239,119 +202,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
+            self._adopt_unfrozen()
+            self._tier.step_()
         return loss
-
-    def _step(self) -> None:
-        if not self._collect():
-            self._finish(StepReport(reason="no gradients"))
-            return
-        scale = self._one if self._window.unscaled else self._scale.scale
-        norm, following, verdict = self._judge(scale)
-        if verdict & AMBIGUOUS:
-            self._window.multiply_(unscale_factor(scale))
-            scale = self._one
-            norm, following, verdict = self._judge(scale)
-        self._check_verdict(verdict)
-        report = self._report(verdict, norm * unscale_factor(scale))
-        if report.skipped:
-            self._skip(following)
-        else:
-            self._apply(norm, scale)
-        self._scale.assign_(following)
-        culprit = self._window.first_bad() if verdict & EXHAUSTED else None
-        self._finish(report)
-        if verdict & EXHAUSTED:
-            raise self._loss_scale_error(culprit)
-
-    def _judge(self, scale: Tensor) -> tuple[Tensor, LossScaleState, int]:
-        """Decide on the device, then read the decision: the one host read.
-
-        Returns:
-            The norm of the gradients in their present unit, the state of the
-            loss scale after this step, and the verdict.
-        """
-        norm = self._window.norm(self._scale.scale.device)
-        found_inf = ~norm.isfinite()
-        if self._norm_before_edits is not None:
-            found_inf = found_inf | ~self._norm_before_edits.isfinite()
-        following = update(self._config, self._scale, found_inf)
-        verdict = (
-            FOUND_INF * found_inf
-            + EXHAUSTED * (following.floor_skips >= self._config.max_consecutive_skips)
-            + AMBIGUOUS * (~found_inf & may_overflow(norm, scale))
-            + SCALED * (self._scale.scale != 1.0)
-        )
-        if self._largest is not None:
-            verdict = verdict + UNFIT * self._largest.isinf()
-        return norm, following, int(verdict.item())
-
-    def _apply(self, norm: Tensor, scale: Tensor) -> None:
-        if self._max_grad_norm is not None:
-            self._window.multiply_(clip_factor(norm, scale, self._max_grad_norm))
-        elif scale is not self._one and not self._is_scale_one():
-            self._window.multiply_(unscale_factor(scale))
-        active = self._window.expose_()
-        try:
-            self._step_inner()
-        finally:
-            for bucket, mine in zip(self._masters.buckets, active, strict=True):
-                bucket.publish_(mine)
-        self._applied_steps += 1
-        if self._applied_steps % RANGE_CHECK_INTERVAL == 0:
-            self._largest = self._masters.largest_half(self._scale.scale.device)
-
-    def _step_inner(self) -> None:
-        if self._proven:
-            self._inner.step()
-            return
-        with FirstStep(self._inner, self._masters.buckets):
-            self._inner.step()
-        self._proven = True
-
-    def _skip(self, following: LossScaleState) -> None:
-        if self._statistics is not None:
-            self._statistics.restore_()
-        self._skipped_steps += 1
-        self._largest = self._masters.largest_half(self._scale.scale.device)
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(
-                "step skipped: inf or NaN in the gradients; loss_scale %g -> %g (%d skipped, %d applied so far)",
-                float(self._scale.scale),
-                float(following.scale),
-                self._skipped_steps,
-                self._applied_steps,
-            )
-
-    def _collect(self) -> bool:
-        for bucket in self._masters.buckets:
-            bucket.adopt_edits_()
-        self._adopt_unfrozen()
-        return self._window.collect_()
-
-    def _check_verdict(self, verdict: int) -> None:
-        if verdict & UNFIT:
-            self._window.close()
-            self._masters.check_range()
-        if verdict & SCALED and not (self._window.scaled_a_loss or self._warned_unscaled):
-            self._warned_unscaled = True
-            logger.warning(
-                "step() met gradients of a loss that was not scaled, yet divides them by loss_scale. "
-                "Call optimizer.backward(loss) instead of loss.backward()."
-            )
-
-    def _report(self, verdict: int, grad_norm: Tensor) -> StepReport:
-        skipped = bool(verdict & FOUND_INF)
-        reason = "inf or NaN in the gradients" if skipped else None
-        return StepReport(not skipped, skipped, reason, grad_norm, self._scale.scale.clone())
-
-    def _finish(self, report: StepReport) -> None:
-        """Close the window: drop the gradients, start watching anew."""
-        self._last_step = report
-        self._norm_before_edits = None
-        self._window.close()
-        if self._statistics is not None:
-            self._statistics.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window, the model's and the masters'.
@@ -364,8 +217,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 param.grad = None
             else:
                 param.grad.detach_().zero_()
-        self._norm_before_edits = None
-        self._window.close()
+        self._tier.drop_gradients_()
 
     # -- what is so -------------------------------------------------------
 
@@ -377,7 +229,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def tier(self) -> str:
         """How ``step()`` runs."""
-        return "eager"
+        return self._tier.name
 
     @property
     def policy_handle(self) -> PolicyHandle | None:
@@ -391,22 +243,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """S, for the next loss. Syncs: one read."""
-        return float(self._scale.scale)
+        return float(self._tier.scale.scale)
 
     @property
     def last_step(self) -> StepReport:
         """What the last ``step()`` did."""
-        return self._last_step
+        return self._tier.last_step
 
     @property
     def applied_steps(self) -> int:
         """Steps that reached the inner optimizer."""
-        return self._applied_steps
+        return self._tier.applied_steps
 
     @property
     def skipped_steps(self) -> int:
         """Steps that met an inf or NaN and changed nothing."""
-        return self._skipped_steps
+        return self._tier.skipped_steps
 
     @property
     def param_groups(self) -> list[GroupView]:  # type: ignore[override]
@@ -432,15 +284,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         all appear. Loads into the unconverted model with ``strict=True``.
         Without ``model`` it holds the masters by position. Tensors are copies.
         """
-        if self._root is None:
-            return {name: master.detach().clone() for name, master in self.named_masters()}
-        copies: dict[int, Tensor] = {}
-        exported: dict[str, Any] = {}
-        for name, value in self._root.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter):
-                value = copies.setdefault(id(value), self._masters.widened(value))
-            exported[name] = value.detach().clone() if isinstance(value, Tensor) and id(value) not in copies else value
-        return exported
+        return self._masters.export(self._root)
 
     def refresh_masters(self) -> None:
         """Take weights edited in the model into the masters.
@@ -450,8 +294,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         itself; edits through ``param.data`` need this call. Syncs: none.
         """
         with torch.no_grad():
-            for bucket in self._masters.buckets:
-                bucket.refresh_()
+            self._masters.refresh_()
 
     def publish(self) -> None:
         """Write the masters into the model, after editing them.
@@ -464,8 +307,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         with torch.no_grad():
             self._masters.check_range()
-            for bucket in self._masters.buckets:
-                bucket.publish_()
+            self._masters.publish_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters, in a group of their own.
@@ -491,7 +333,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._masters.extend(named, [dtypes[param] for param in params])
         rekey_(self._inner, {param: self._masters.of[param] for param in params})
-        self._proven = False
+        self._tier.proven = False
 
     def _adopt_unfrozen(self) -> None:
         if len(self._masters.of) < len(self._names):
@@ -504,12 +346,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _return_to_fp32(self) -> None:
         """Leave the model fp32 and the inner optimizer in charge of it."""
-        self._window.close()
+        self._tier.window.close()
         with torch.no_grad():
             self._masters.widen_()
         rekey_(self._inner, {master: param for param, master in self._masters.of.items()})
-        if self._statistics is not None:
-            self._statistics.remove()
+        if self._tier.statistics is not None:
+            self._tier.statistics.remove()
 
     # -- checkpoints ------------------------------------------------------
 
@@ -533,9 +375,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             [self._masters.of.get(param) for param in self._names],
             list(self._names.values()),
             {
-                "loss_scale": state_to_dict(self._config, self._scale),
-                "applied_steps": self._applied_steps,
-                "skipped_steps": self._skipped_steps,
+                "loss_scale": state_to_dict(self._tier.config, self._tier.scale),
+                "applied_steps": self._tier.applied_steps,
+                "skipped_steps": self._tier.skipped_steps,
             },
         )
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -570,21 +412,20 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         masters = [self._masters.of.get(param) for param in self._names]
         sizes = [len(group["params"]) for group in self._groups]
         saved = checkpoint.unpack(state_dict, masters, list(self._names.values()), sizes, strict=strict)
-        home = self._scale.scale.device
+        config, scale = self._tier.config, self._tier.scale
         if saved.extras is not None:
-            config, scale = state_from_dict(saved.extras["loss_scale"], self._config, home)
+            config, scale = state_from_dict(saved.extras["loss_scale"], config, scale.scale.device)
         checkpoint.load_inner_(self._inner, saved.inner)
+        self._tier.config = config
+        self._tier.scale.assign_(scale)
         if saved.extras is not None:
-            self._config = config
-            self._scale.assign_(scale)
-            self._applied_steps = saved.extras["applied_steps"]
-            self._skipped_steps = saved.extras["skipped_steps"]
+            self._tier.applied_steps = saved.extras["applied_steps"]
+            self._tier.skipped_steps = saved.extras["skipped_steps"]
         with torch.no_grad():
             for index, value in saved.masters.items():
                 masters[index].copy_(value)  # type: ignore[union-attr]
-            for bucket in self._masters.buckets:
-                bucket.publish_()
-        self._finish(StepReport())
+            self._masters.publish_()
+        self._tier.finish_(StepReport())
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
         return saved.keys
@@ -597,29 +438,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # -- small checks -----------------------------------------------------
 
-    def _is_scale_one(self) -> bool:
-        return isinstance(self._config, StaticLossScale) and self._config.scale == 1.0
-
     def _check_in_force(self) -> None:
         if self._handle is not None and not self._handle.active:
             raise StepOrderError("the conversion was removed: the model is fp32 again. Continue with optimizer.inner.")
 
     def _check_not_unscaled(self, call: str) -> None:
-        if self._window.unscaled:
+        if self._tier.window.unscaled:
             raise StepOrderError(f"{call} after unscale_(): the window's gradients are unscaled. Call step() first.")
 
     def _check_no_gradients(self, call: str) -> None:
-        if self._window.unscaled or any(param.grad is not None for param in self._names):
+        if self._tier.window.unscaled or any(param.grad is not None for param in self._names):
             raise StepOrderError(
                 f"{call} inside an accumulation window: its gradients would be lost. "
                 "Call it after step(), or zero_grad() first."
             )
-
-    def _loss_scale_error(self, culprit: str | None) -> LossScaleError:
-        dynamic = isinstance(self._config, DynamicLossScale)
-        where = f"at min_scale={self.loss_scale:.2g}" if dynamic else f"static at {self.loss_scale:g}"
-        return LossScaleError(
-            f"found_inf with loss_scale {where} ({int(self._scale.floor_skips)} skips in a row). "
-            f"First bad parameter: {culprit!r}. Lower the learning rate, set max_grad_norm, or keep that module "
-            "in fp32. Weights and state are as before."
-        )

@@ -1,0 +1,178 @@
+"""The eager tier: one step in the order that the mathematics demands.
+
+gather -> finite check -> skip, or (unscale and clip -> inner step -> publish)
+-> and only then the update of the loss scale. It serves any optimizer, on any
+device, and reads the host once.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from mixedopt.decision import Decision, Evidence, decide
+from mixedopt.gradients import clip_factor, unscale_factor
+from mixedopt.loss_scale import LossScaleConfig, LossScaleState, StaticLossScale, exhausted_error, init_state
+from mixedopt.masters import MasterWeights
+from mixedopt.report import StepReport
+from mixedopt.rollback import FirstStep, NormStatistics
+from mixedopt.window import Window
+
+logger = logging.getLogger("mixedopt")
+
+# Applied steps between two looks for a weight beyond the half range. A skip
+# looks too, since such a weight makes the forward overflow.
+RANGE_CHECK_INTERVAL = 64
+
+
+class EagerTier:
+    """What moves during training, and the step that moves it.
+
+    Invariants between calls: S, counters and ``last_step`` change only at the
+    end of ``step_``; ``window`` holds the gradients of at most one step.
+
+    Args:
+        inner: steps over the masters.
+        masters: may grow; then ``proven`` is to be set to False.
+        config: how the loss scale moves.
+        device: where the loss scale lives.
+        max_grad_norm: limit of the unscaled global norm, ``None`` for none.
+        statistics: running statistics to take back on a skip.
+    """
+
+    name = "eager"
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        masters: MasterWeights,
+        config: LossScaleConfig,
+        device: torch.device,
+        max_grad_norm: float | None,
+        statistics: NormStatistics | None,
+    ) -> None:
+        self.inner = inner
+        self.masters = masters
+        self.config = config
+        self.statistics = statistics
+        self.max_grad_norm = max_grad_norm
+        self.scale: LossScaleState = init_state(config, device)
+        self.window = Window(masters)
+        self.proven = False  # True iff the inner optimizer has stepped over these masters
+        self.applied_steps = 0
+        self.skipped_steps = 0
+        self.last_step = StepReport()
+        self._one = torch.ones((), device=device)
+        self._norm_before_edits: Tensor | None = None
+        self._largest_half: Tensor | None = None
+        self._warned_unscaled = False
+
+    def unscale_(self) -> None:
+        """Move the gradients to the masters, divided by S. Syncs: none."""
+        if self._collect():
+            self._norm_before_edits = self.window.norm(self._one.device)
+            self.window.multiply_(unscale_factor(self.scale.scale))
+            self.window.expose_()
+            self.window.unscaled = True
+
+    def step_(self) -> None:
+        """Apply the window's gradients or skip. Syncs: one host read."""
+        if not self._collect():
+            self.finish_(StepReport(reason="no gradients"))
+            return
+        scale = self._one if self.window.unscaled else self.scale.scale
+        norm, decision = self._decide(scale)
+        if decision.ambiguous:
+            self.window.multiply_(unscale_factor(scale))
+            scale = self._one
+            norm, decision = self._decide(scale)
+        self._check(decision)
+        report = self._report(decision, norm * unscale_factor(scale))
+        if decision.found_inf:
+            self._skip_(decision.following)
+        else:
+            self._apply_(norm, scale)
+        self.scale.assign_(decision.following)
+        culprit = self.window.first_bad() if decision.exhausted else None
+        self.finish_(report)
+        if decision.exhausted:
+            raise exhausted_error(self.config, self.scale, culprit)
+
+    def finish_(self, report: StepReport) -> None:
+        """End the step: drop the gradients, watch the statistics anew."""
+        self.last_step = report
+        self.drop_gradients_()
+        if self.statistics is not None:
+            self.statistics.close()
+
+    def drop_gradients_(self) -> None:
+        """Forget what the window has gathered."""
+        self._norm_before_edits = None
+        self.window.close()
+
+    def _collect(self) -> bool:
+        self.masters.adopt_edits_()
+        return self.window.collect_()
+
+    def _decide(self, scale: Tensor) -> tuple[Tensor, Decision]:
+        norm = self.window.norm(self._one.device)
+        evidence = Evidence(norm, scale, self._norm_before_edits, self._largest_half)
+        return norm, decide(self.config, self.scale, evidence)
+
+    def _apply_(self, norm: Tensor, scale: Tensor) -> None:
+        if self.max_grad_norm is not None:
+            self.window.multiply_(clip_factor(norm, scale, self.max_grad_norm))
+        elif scale is not self._one and not self._never_scales():
+            self.window.multiply_(unscale_factor(scale))
+        active = self.window.expose_()
+        try:
+            self._step_inner_()
+        finally:
+            self.masters.publish_(active)
+        self.applied_steps += 1
+        if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
+            self._largest_half = self.masters.largest_half(self._one.device)
+
+    def _step_inner_(self) -> None:
+        if self.proven:
+            self.inner.step()
+            return
+        with FirstStep(self.inner, self.masters.buckets):
+            self.inner.step()
+        self.proven = True
+
+    def _skip_(self, following: LossScaleState) -> None:
+        if self.statistics is not None:
+            self.statistics.restore_()
+        self.skipped_steps += 1
+        self._largest_half = self.masters.largest_half(self._one.device)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "step skipped: inf or NaN in the gradients; loss_scale %g -> %g (%d skipped, %d applied so far)",
+                float(self.scale.scale),
+                float(following.scale),
+                self.skipped_steps,
+                self.applied_steps,
+            )
+
+    def _check(self, decision: Decision) -> None:
+        if decision.unfit:
+            self._largest_half = None
+            self.drop_gradients_()
+            self.masters.check_range()
+        if decision.scaled and not (self.window.scaled_a_loss or self._warned_unscaled):
+            self._warned_unscaled = True
+            logger.warning(
+                "step() met gradients of a loss that was not scaled, yet divides them by loss_scale. "
+                "Call optimizer.backward(loss) instead of loss.backward()."
+            )
+
+    def _report(self, decision: Decision, grad_norm: Tensor) -> StepReport:
+        skipped = decision.found_inf
+        reason = "inf or NaN in the gradients" if skipped else None
+        return StepReport(not skipped, skipped, reason, grad_norm, self.scale.scale.clone())
+
+    def _never_scales(self) -> bool:
+        return isinstance(self.config, StaticLossScale) and self.config.scale == 1.0
