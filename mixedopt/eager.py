@@ -126,11 +126,11 @@ class EagerTier:
             self.window.multiply_(clip_factor(norm, scale, self.max_grad_norm))
         elif scale is not self._one and not self._never_scales():
             self.window.multiply_(unscale_factor(scale))
-        active = self.window.expose_()
+        self.window.expose_()
         try:
             self._step_inner_()
         finally:
-            self.masters.publish_(active)
+            self.masters.publish_(moved_only=True)
         self.applied_steps += 1
         if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
             self._largest_half = self.masters.largest_half(self._one.device)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixedopt.flat import plan_layout
 from mixedopt.masters import HALF_DTYPES
 from mixedopt.policy import CastPolicy, check_dtype
 
@@ -83,6 +84,7 @@ def parameters(inner: torch.optim.Optimizer, root: nn.Module | None) -> dict[nn.
     names: dict[nn.Parameter, str] = {}
     for index, group in enumerate(inner.param_groups):
         names.update(new_parameters(group["params"], names, root, index, group.get("param_names")))
+    plan_layout([(name, param.detach()) for param, name in names.items() if param.requires_grad])  # may refuse
     return names
 
 

@@ -9,6 +9,9 @@ from mixedopt.errors import StepOrderError
 from mixedopt.gradients import GradientBuffer, global_norm
 from mixedopt.masters import Bucket, MasterWeights
 
+# A missing gradient has no layout.
+DENSE = {torch.strided, None}
+
 
 class Window:
     """Where the gradients are, and in which unit.
@@ -67,12 +70,11 @@ class Window:
         for buffer in self._buffers:
             buffer.flat.mul_(factor.to(buffer.flat.device, non_blocking=True))
 
-    def expose_(self) -> list[list[bool]]:
-        """Show the gradients as the masters' ``.grad``; return which exist."""
+    def expose_(self) -> None:
+        """Show the gradients as the masters' ``.grad``."""
         for bucket, views in zip(self._masters.buckets, self._views, strict=True):
             for master, view in zip(bucket.masters, views, strict=True):
                 master.grad = view
-        return [[view is not None for view in views] for views in self._views]
 
     def first_bad(self) -> str | None:
         """Return the first parameter with an inf or NaN. Syncs: one each."""
@@ -101,8 +103,8 @@ class Window:
 
     def _check_dense(self, grads: list[list[Tensor | None]]) -> None:
         for bucket, mine in zip(self._masters.buckets, grads, strict=True):
-            if any(grad is not None and grad.layout is not torch.strided for grad in mine):
-                bad = next(n for n, g in zip(bucket.names, mine, strict=True) if g is not None and g.is_sparse)
+            if not _layouts(mine) <= DENSE:
+                bad = next(n for n, g in zip(bucket.names, mine, strict=True) if not _layouts([g]) <= DENSE)
                 raise ValueError(
                     f"the gradient of parameter {bad!r} is sparse: only dense gradients are supported. "
                     "Build the embedding with sparse=False. Nothing has been changed."
@@ -121,3 +123,7 @@ class Window:
 
     def _buffer_of(self, bucket: Bucket) -> GradientBuffer:
         return self._buffers[self._masters.buckets.index(bucket)]
+
+
+def _layouts(grads: list[Tensor | None]) -> set[torch.layout | None]:
+    return {None if grad is None else grad.layout for grad in grads}
