@@ -1,9 +1,14 @@
-"""To step or to skip: worked out on the device, read by the host once."""
+"""To step or to skip: measured on the device, decided after one host read.
+
+The loss scale of the eager tier lives on the host, where the decision is made:
+its few scalar operations cost microseconds there and a launch each on a GPU.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mixedopt.gradients import may_overflow
@@ -14,19 +19,27 @@ _FOUND_INF, _EXHAUSTED, _AMBIGUOUS, _UNFIT, _SCALED = 1, 2, 4, 8, 16
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a decision rests on; all tensors 0-d on the loss scale's device.
+    """What a decision rests on; 0-d tensors on one device.
 
     Attributes:
         norm: global norm of the gradients in their present unit.
-        scale: S if that unit is scaled, else 1.
-        norm_before_edits: norm when ``unscale_`` showed them to the user.
-        largest_half: largest |fp16 weight| at the last look, if there was one.
+        unsure: bool; True iff ``norm`` is not to be trusted.
+        before_edits: norm when ``unscale_`` showed the gradients to the user,
+            else 0.
+        largest_half: largest |fp16 weight| at the last look, else 0.
     """
 
     norm: Tensor
-    scale: Tensor
-    norm_before_edits: Tensor | None
-    largest_half: Tensor | None
+    unsure: Tensor
+    before_edits: Tensor
+    largest_half: Tensor
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Bring all to the host at once. Syncs: one copy from the device."""
+        fields = (self.norm, self.unsure, self.before_edits, self.largest_half)
+        stacked = torch.stack([field.to(self.norm) for field in fields]).to("cpu")
+        norm, unsure, before_edits, largest_half = stacked.unbind()
+        return norm, unsure != 0, before_edits, largest_half
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +47,17 @@ class Decision:
     """What became of the evidence.
 
     Attributes:
+        norm: the evidence's, on the host, 0-d.
         following: the state of the loss scale after this step.
         found_inf: True iff a gradient holds an inf or NaN: skip.
         exhausted: True iff this is one skip too many with S at its floor.
-        ambiguous: True iff a g/S may leave fp32: unscale and decide again.
+        ambiguous: True iff the norm cannot tell: unscale, measure exactly and
+            decide again.
         unfit: True iff some weight has left the half range.
         scaled: True iff S != 1.
     """
 
+    norm: Tensor
     following: LossScaleState
     found_inf: bool
     exhausted: bool
@@ -50,22 +66,30 @@ class Decision:
     scaled: bool
 
 
-def decide(config: LossScaleConfig, state: LossScaleState, evidence: Evidence) -> Decision:
-    """Return the decision. Syncs: one host read, the only one of a step."""
-    found_inf = ~evidence.norm.isfinite()
-    if evidence.norm_before_edits is not None:
-        found_inf = found_inf | ~evidence.norm_before_edits.isfinite()
+def decide(config: LossScaleConfig, state: LossScaleState, scale: Tensor, evidence: Evidence) -> Decision:
+    """Return the decision.
+
+    Args:
+        config: of the loss scale.
+        state: of the loss scale, on the host. Not modified.
+        scale: the factor still in the gradients: S, or 1 if they are unscaled.
+        evidence: on the device.
+
+    Syncs: one host read, the only one of a step.
+    """
+    norm, unsure, before_edits, largest_half = evidence.read()
+    found_inf = (~norm.isfinite() & ~unsure) | ~before_edits.isfinite()
     following = update(config, state, found_inf)
     bits = (
         _FOUND_INF * found_inf
         + _EXHAUSTED * (following.floor_skips >= config.max_consecutive_skips)
-        + _AMBIGUOUS * (~found_inf & may_overflow(evidence.norm, evidence.scale))
+        + _AMBIGUOUS * (~found_inf & (unsure | may_overflow(norm, scale)))
+        + _UNFIT * largest_half.isinf()
         + _SCALED * (state.scale != 1.0)
     )
-    if evidence.largest_half is not None:
-        bits = bits + _UNFIT * evidence.largest_half.isinf()
     read = int(bits.item())
     return Decision(
+        norm,
         following,
         found_inf=bool(read & _FOUND_INF),
         exhausted=bool(read & _EXHAUSTED),

@@ -37,7 +37,6 @@ class EagerTier:
         inner: steps over the masters.
         masters: may grow; then ``proven`` is to be set to False.
         config: how the loss scale moves.
-        device: where the loss scale lives.
         max_grad_norm: limit of the unscaled global norm, ``None`` for none.
         statistics: running statistics to take back on a skip.
     """
@@ -49,7 +48,6 @@ class EagerTier:
         inner: torch.optim.Optimizer,
         masters: MasterWeights,
         config: LossScaleConfig,
-        device: torch.device,
         max_grad_norm: float | None,
         statistics: NormStatistics | None,
     ) -> None:
@@ -58,21 +56,22 @@ class EagerTier:
         self.config = config
         self.statistics = statistics
         self.max_grad_norm = max_grad_norm
-        self.scale: LossScaleState = init_state(config, device)
+        self.scale: LossScaleState = init_state(config, torch.device("cpu"))
         self.window = Window(masters)
         self.proven = False  # True iff the inner optimizer has stepped over these masters
         self.applied_steps = 0
         self.skipped_steps = 0
         self.last_step = StepReport()
-        self._one = torch.ones((), device=device)
-        self._norm_before_edits: Tensor | None = None
-        self._largest_half: Tensor | None = None
+        self._one = torch.ones(())
+        self._before_edits = torch.zeros(())
+        self._largest_half = torch.zeros(())
         self._warned_unscaled = False
 
     def unscale_(self) -> None:
         """Move the gradients to the masters, divided by S. Syncs: none."""
         if self._collect():
-            self._norm_before_edits = self.window.norm(self._one.device)
+            norm, unsure = self.window.norm()
+            self._before_edits = torch.where(unsure, torch.zeros_like(norm), norm)
             self.window.multiply_(unscale_factor(self.scale.scale))
             self.window.expose_()
             self.window.unscaled = True
@@ -83,17 +82,17 @@ class EagerTier:
             self.finish_(StepReport(reason="no gradients"))
             return
         scale = self._one if self.window.unscaled else self.scale.scale
-        norm, decision = self._decide(scale)
+        decision = self._decide(scale)
         if decision.ambiguous:
             self.window.multiply_(unscale_factor(scale))
             scale = self._one
-            norm, decision = self._decide(scale)
+            decision = self._decide(scale, exact=True)
         self._check(decision)
-        report = self._report(decision, norm * unscale_factor(scale))
+        report = self._report(decision, scale)
         if decision.found_inf:
             self._skip_(decision.following)
         else:
-            self._apply_(norm, scale)
+            self._apply_(decision.norm, scale)
         self.scale.assign_(decision.following)
         culprit = self.window.first_bad() if decision.exhausted else None
         self.finish_(report)
@@ -109,17 +108,16 @@ class EagerTier:
 
     def drop_gradients_(self) -> None:
         """Forget what the window has gathered."""
-        self._norm_before_edits = None
+        self._before_edits = torch.zeros(())
         self.window.close()
 
     def _collect(self) -> bool:
         self.masters.adopt_edits_()
         return self.window.collect_()
 
-    def _decide(self, scale: Tensor) -> tuple[Tensor, Decision]:
-        norm = self.window.norm(self._one.device)
-        evidence = Evidence(norm, scale, self._norm_before_edits, self._largest_half)
-        return norm, decide(self.config, self.scale, evidence)
+    def _decide(self, scale: Tensor, *, exact: bool = False) -> Decision:
+        evidence = Evidence(*self.window.norm(exact=exact), self._before_edits, self._largest_half)
+        return decide(self.config, self.scale, scale, evidence)
 
     def _apply_(self, norm: Tensor, scale: Tensor) -> None:
         if self.max_grad_norm is not None:
@@ -133,7 +131,7 @@ class EagerTier:
             self.masters.publish_(moved_only=True)
         self.applied_steps += 1
         if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
-            self._largest_half = self.masters.largest_half(self._one.device)
+            self._largest_half = self.masters.largest_half()
 
     def _step_inner_(self) -> None:
         if self.proven:
@@ -147,7 +145,7 @@ class EagerTier:
         if self.statistics is not None:
             self.statistics.restore_()
         self.skipped_steps += 1
-        self._largest_half = self.masters.largest_half(self._one.device)
+        self._largest_half = self.masters.largest_half()
         if logger.isEnabledFor(logging.INFO):
             logger.info(
                 "step skipped: inf or NaN in the gradients; loss_scale %g -> %g (%d skipped, %d applied so far)",
@@ -159,7 +157,7 @@ class EagerTier:
 
     def _check(self, decision: Decision) -> None:
         if decision.unfit:
-            self._largest_half = None
+            self._largest_half = torch.zeros(())
             self.drop_gradients_()
             self.masters.check_range()
         if decision.scaled and not (self.window.scaled_a_loss or self._warned_unscaled):
@@ -169,9 +167,10 @@ class EagerTier:
                 "Call optimizer.backward(loss) instead of loss.backward()."
             )
 
-    def _report(self, decision: Decision, grad_norm: Tensor) -> StepReport:
+    def _report(self, decision: Decision, scale: Tensor) -> StepReport:
         skipped = decision.found_inf
         reason = "inf or NaN in the gradients" if skipped else None
+        grad_norm = decision.norm * unscale_factor(scale)
         return StepReport(not skipped, skipped, reason, grad_norm, self.scale.scale.clone())
 
     def _never_scales(self) -> bool:

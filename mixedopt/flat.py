@@ -8,12 +8,14 @@ while every reader still sees tensors of the parameter's own shape.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 # Slots start at multiples of 64 values: a half buffer is then aligned to 128
 # bytes, under which matrix kernels slow down.
@@ -29,6 +31,7 @@ class Slot:
     stride: tuple[int, ...]
     offset: int
     numel: int
+    pack: tuple[int, int] | None = None  # start and span of the pack it belongs to
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the shaped view of ``flat``. Shares storage."""
@@ -54,6 +57,23 @@ class Layout:
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one shaped view of ``flat`` per slot. Shares storage."""
         return [slot.view(flat) for slot in self.slots]
+
+    def model_views(self, flat: Tensor) -> list[Tensor]:
+        """Return the views as a model wants them.
+
+        cuDNN finds packed weights only at the start of a storage, so each pack
+        gets a storage object of its own over the same memory.
+        """
+        starts = {slot.pack: None for slot in self.slots if slot.pack is not None}
+        packs = {pack: from_dlpack(flat[pack[0] : pack[0] + pack[1]]) for pack in starts}
+        return [
+            slot.view(flat) if slot.pack is None else _within_pack(slot, slot.pack).view(packs[slot.pack])
+            for slot in self.slots
+        ]
+
+
+def _within_pack(slot: Slot, pack: tuple[int, int]) -> Slot:
+    return dataclasses.replace(slot, offset=slot.offset - pack[0])
 
 
 def plan_layout(named: Sequence[tuple[str, Tensor]]) -> Layout:
@@ -82,10 +102,12 @@ def plan_layout(named: Sequence[tuple[str, Tensor]]) -> Layout:
             if key not in bases:
                 bases[key], end = end, _align(end + span)
             offset = bases[key] + int(tensor.storage_offset()) - first
+            pack = (bases[key], span)
         else:
             offset, end = end, _align(end + tensor.numel())
+            pack = None
         stride = tuple(int(step) for step in torch.empty_like(tensor, device="meta").stride())
-        slots.append(Slot(name, tuple(tensor.shape), stride, int(offset), tensor.numel()))
+        slots.append(Slot(name, tuple(tensor.shape), stride, int(offset), tensor.numel(), pack))
     return Layout(tuple(slots), end)
 
 

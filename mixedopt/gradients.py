@@ -1,7 +1,7 @@
 """Gradients: gather, measure, unscale, clip. Tensor functions, no policy.
 
-One number serves twice: the global norm, accumulated so widely that finite
-gradients cannot overflow it, is finite exactly when every gradient is.
+One number serves twice: a global norm that finite gradients cannot overflow is
+finite exactly when every gradient is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from mixedopt.flat import Layout
 
-# Values per fp32 partial sum. Longer rows lose accuracy (1e-6 at 4096 equal
-# values, 3e-7 at 512); shorter ones cost time.
+# Values per fp32 partial sum. Longer rows lose accuracy (on a CPU 3e-6 at 4096
+# equal values, 3e-7 at 512); shorter ones cost time. A GPU sums as a tree.
 ROW = 512
-# Under this norm the squares of a row may have underflowed in fp32.
+ROW_ON_GPU = 4096
+# Under this norm squares may have underflowed in fp32.
 TINY = 2.0**-50
+# Values widened at once by the exact norm.
+CHUNK = 2**22
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -82,23 +85,50 @@ class GradientBuffer:
             self._views = []
 
 
-def global_norm(flats: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the L2 norm over all buffers, relative error below 1e-6.
+def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
+    """Return the L2 norm in one fp32 pass, and whether to trust it.
 
-    It is finite iff every element is finite: no sum of squares of finite fp32
-    values overflows, and none of representable size underflows.
+    A trusted norm has a relative error below 1e-6 and is finite iff every
+    element is, and the norm is no less than ``TINY``. Squares may overflow when
+    values are bf16 or fp32; then one suspicious row is looked at again, and if
+    it holds no inf or NaN the norm is not to be trusted: ask ``exact_norm``.
 
     Args:
-        flats: fp32, 1-d, on any devices; at least one.
-        device: where the result is wanted.
+        flat: fp32, 1-d.
+        within_fp32: True iff the squares are known to stay inside fp32, as
+            those of fp16 gradients do.
 
     Returns:
-        0-d, in ``wide_dtype(device)``; unit of the inputs.
+        The norm, 0-d, in ``wide_dtype``; and a bool, True iff unsure.
 
     Syncs: none.
     """
-    norms = [_flat_norm(flat).to(device, non_blocking=True) for flat in flats]
-    return norms[0] if len(norms) == 1 else _l2(torch.stack(norms))
+    wide = wide_dtype(flat.device)
+    rows, tail = _rows(flat)
+    norms = torch.cat([_l2(rows, dim=1), _l2(tail).view(1)]).to(wide)
+    norm = _l2(norms)
+    if within_fp32:
+        return norm, torch.zeros_like(norm, dtype=torch.bool)
+    suspect = _l2(_suspect_row(rows, tail, norms).to(wide))
+    overflowed = ~norm.isfinite() & suspect.isfinite()
+    return norm, overflowed
+
+
+def exact_norm(flat: Tensor) -> Tensor:
+    """Return the L2 norm, relative error below 1e-6, whatever the magnitudes.
+
+    Finite iff every element is: no sum of squares of fp32 values leaves fp64.
+    Costs several passes; 0-d, in ``wide_dtype``.
+
+    Args:
+        flat: fp32, 1-d.
+
+    Syncs: none.
+    """
+    wide = wide_dtype(flat.device)
+    return _l2(
+        torch.stack([_l2(chunk.to(wide)) for chunk in torch.split(flat, CHUNK)] or [flat.new_zeros((), dtype=wide)])
+    )
 
 
 def unscale_factor(scale: Tensor) -> Tensor:
@@ -150,22 +180,17 @@ def _l2(values: Tensor, dim: int | None = None, dtype: torch.dtype | None = None
     return norm
 
 
-def _flat_norm(flat: Tensor) -> Tensor:
-    if flat.is_cuda:  # memory-bound even with 64-bit sums
-        return _l2(flat, dtype=torch.float64)
-    # On a CPU 64-bit sums cost 20 times more than short fp32 ones.
-    wide = wide_dtype(flat.device)
-    whole = flat.numel() // ROW * ROW
-    norms = _row_norms(flat[:whole].view(-1, ROW), wide)
-    tail = _l2(flat[whole:].to(wide))
-    return _l2(torch.cat([norms, tail.view(1)]))
+def _rows(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the buffer as rows, and what is left over."""
+    length = ROW_ON_GPU if flat.is_cuda else ROW
+    whole = flat.numel() // length * length
+    return flat[:whole].view(-1, length), flat[whole:]
 
 
-def _row_norms(rows: Tensor, wide: torch.dtype) -> Tensor:
-    """Return fp32 row norms, redone in ``wide`` where squares left fp32."""
-    norms = _l2(rows, dim=1).to(wide)
-    # Lost squares matter only where the whole is that small.
-    tiny = (norms < TINY) & (norms.sum() < 2.0**20 * TINY)
-    redo = tiny | ~norms.isfinite()
-    norms[redo] = _l2(rows[redo].to(wide), dim=1)
-    return norms
+def _suspect_row(rows: Tensor, tail: Tensor, norms: Tensor) -> Tensor:
+    """Return a row whose fp32 norm is not finite, if there is one."""
+    suspicious = (~norms.isfinite()).to(torch.uint8)
+    if not rows.numel():
+        return tail
+    row = rows.index_select(0, suspicious[:-1].argmax().view(1)).flatten()
+    return torch.cat([row, tail])

@@ -45,7 +45,7 @@ class Bucket:
         self.device = self.params[0].device
         self.layout: Layout = plan_layout([(name, param.detach()) for name, param in named])
         self.flat_master = torch.zeros(self.layout.size, dtype=torch.float32, device=self.device)
-        for param, view in zip(self.params, self.layout.views(self.flat_master), strict=True):
+        for param, view in zip(self.params, self.layout.model_views(self.flat_master), strict=True):
             view.copy_(param.detach())
             param.grad = None
             param.data = view  # frees the original before the half buffer is made
@@ -53,7 +53,7 @@ class Bucket:
         self.flat_model = self.flat_master
         if self.is_half:
             self.flat_model = self.flat_master.to(dtype)
-            for param, view in zip(self.params, self.layout.views(self.flat_model), strict=True):
+            for param, view in zip(self.params, self.layout.model_views(self.flat_model), strict=True):
                 param.data = view
         self._note_storage()
 
@@ -178,16 +178,16 @@ class MasterWeights:
         for bucket in self.buckets:
             yield from zip(bucket.names, bucket.masters, strict=True)
 
-    def largest_half(self, device: torch.device) -> Tensor | None:
+    def largest_half(self) -> Tensor:
         """Return the largest |weight| in fp16, inf iff one does not fit.
 
-        ``None`` without fp16 parameters: bf16 has the range of fp32.
+        0 without fp16 parameters: bf16 has the range of fp32.
 
         Syncs: none.
         """
         flats = [bucket.flat_model for bucket in self.buckets if bucket.dtype == torch.float16 and bucket.layout.size]
-        norms = [torch.linalg.vector_norm(flat, float("inf")).to(device, non_blocking=True) for flat in flats]
-        return torch.stack(norms).max() if norms else None
+        norms = [torch.linalg.vector_norm(flat, float("inf")) for flat in flats]
+        return torch.stack([norm.to(flats[0].device) for norm in norms]).max() if norms else torch.zeros(())
 
     def export(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the fp32 state dict of ``model``, of the masters if ``None``."""
@@ -210,7 +210,7 @@ class MasterWeights:
     def widen_(self) -> None:
         """Make the half parameters of the model fp32: views of the masters."""
         for bucket in self.buckets:
-            for param, view in zip(bucket.params, bucket.layout.views(bucket.flat_master), strict=True):
+            for param, view in zip(bucket.params, bucket.layout.model_views(bucket.flat_master), strict=True):
                 param.grad = None
                 param.data = view
             bucket.flat_model = bucket.flat_master

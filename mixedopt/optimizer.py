@@ -108,8 +108,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._groups = [GroupView(optimizer, i, list(g["params"])) for i, g in enumerate(optimizer.param_groups)]
         self._masters = MasterWeights()
         statistics = NormStatistics(root) if root is not None and restore_buffers else None
-        home = next(iter(names)).device
-        self._tier = EagerTier(optimizer, self._masters, config, home, max_grad_norm, statistics)
+        self._tier = EagerTier(optimizer, self._masters, config, max_grad_norm, statistics)
         self._adopt([param for param in names if param.requires_grad], dtypes)
         self._handle: PolicyHandle | None = None
         if plan is not None:
@@ -140,7 +139,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._check_not_unscaled("backward()")
         self._tier.window.scaled_a_loss = True
         wide = losses if losses.dtype == torch.float64 else losses.float()
-        return wide * self._tier.scale.scale.to(losses.device, non_blocking=True)
+        return wide * self._tier.scale.scale
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward, accumulating until ``step()``.

@@ -58,8 +58,12 @@ class CastPolicy:
 
     @classmethod
     def none(cls) -> CastPolicy:
-        """All half, as ``model.half()``, but buffers keep their dtype."""
-        return cls(fp32_types=())
+        """All half, as ``model.half()``, as far as fp32 buffers allow.
+
+        Norm layers with running statistics and parametrized modules compute
+        with fp32 buffers, so they stay fp32.
+        """
+        return cls(fp32_types=(_NormBase,))
 
     @classmethod
     def fp32(cls) -> CastPolicy:
@@ -137,7 +141,7 @@ class CastPolicy:
     def _chooses(self, name: str, module: nn.Module) -> bool:
         by_name = bool(name) and any(fnmatch.fnmatchcase(name, glob) for glob in self.fp32_names)
         # The weight of a parametrized module is computed from others, in fp32.
-        return by_name or isinstance(module, self.fp32_types) or (bool(self.fp32_types) and _is_parametrized(module))
+        return by_name or isinstance(module, self.fp32_types) or _is_parametrized(module)
 
 
 @dataclass(frozen=True, slots=True)

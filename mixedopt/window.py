@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixedopt.errors import StepOrderError
-from mixedopt.gradients import GradientBuffer, global_norm
+from mixedopt.gradients import GradientBuffer, exact_norm, quick_norm
 from mixedopt.masters import Bucket, MasterWeights
 
 # A missing gradient has no layout.
@@ -61,14 +61,24 @@ class Window:
                 self._drop_model_grads()
         return any(view is not None for mine in self._views for view in mine)
 
-    def norm(self, device: torch.device) -> Tensor:
-        """Return the global norm on ``device``, in the gradients' unit."""
-        return global_norm([buffer.flat for buffer in self._buffers], device)
+    def norm(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the global norm in the gradients' unit, and True iff unsure.
+
+        Both 0-d, on the first bucket's device. Syncs: none.
+        """
+        pairs = [
+            self._norm_of(bucket, buffer, exact)
+            for bucket, buffer in zip(self._masters.buckets, self._buffers, strict=True)
+        ]
+        home = self._buffers[0].flat.device
+        norms = torch.stack([norm.to(home, non_blocking=True) for norm, _ in pairs])
+        unsures = torch.stack([unsure.to(home, non_blocking=True) for _, unsure in pairs])
+        return torch.linalg.vector_norm(norms), unsures.any()
 
     def multiply_(self, factor: Tensor) -> None:
-        """Multiply every gradient by ``factor`` (fp32, 0-d)."""
+        """Multiply every gradient by ``factor``: fp32, 0-d, on the host. Syncs: none."""
         for buffer in self._buffers:
-            buffer.flat.mul_(factor.to(buffer.flat.device, non_blocking=True))
+            buffer.flat.mul_(factor)
 
     def expose_(self) -> None:
         """Show the gradients as the masters' ``.grad``."""
@@ -95,6 +105,13 @@ class Window:
             buffer.release()
         self.unscaled = False
         self.scaled_a_loss = False
+
+    def _norm_of(self, bucket: Bucket, buffer: GradientBuffer, exact: bool) -> tuple[Tensor, Tensor]:
+        if exact:
+            norm = exact_norm(buffer.flat)
+            return norm, torch.zeros_like(norm, dtype=torch.bool)
+        # Squares of scaled fp16 gradients stay inside fp32; the user's edits need not.
+        return quick_norm(buffer.flat, within_fp32=bucket.dtype == torch.float16 and not self.unscaled)
 
     def _drop_model_grads(self) -> None:
         for bucket in self._masters.buckets:
