@@ -85,18 +85,44 @@ class GradientBuffer:
             self._views = []
 
 
-def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
-    """Return the L2 norm in one fp32 pass, and whether to trust it.
+def global_norm(flats: Sequence[Tensor], *, within_fp32: Sequence[bool], exact: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the L2 norm over all buffers, and whether not to trust it.
 
     A trusted norm has a relative error below 1e-6 and is finite iff every
-    element is, and the norm is no less than ``TINY``. Squares may overflow when
-    values are bf16 or fp32; then one suspicious row is looked at again, and if
-    it holds no inf or NaN the norm is not to be trusted: ask ``exact_norm``.
+    element of every buffer is. An exact norm is always to be trusted.
+
+    Args:
+        flats: fp32, 1-d, on any devices; at least one.
+        within_fp32: for each buffer True iff the squares are known to stay
+            inside fp32, as those of fp16 gradients do.
+        exact: accumulate in ``wide_dtype``, in several passes.
+
+    Returns:
+        The norm, 0-d, in ``wide_dtype`` and in the unit of the inputs, and a
+        bool, 0-d, True iff unsure; both on the first buffer's device.
+
+    Syncs: none.
+    """
+    home = flats[0].device
+    never = torch.zeros((), dtype=torch.bool, device=home)
+    if exact:
+        return _l2(torch.stack([exact_norm(flat).to(home, non_blocking=True) for flat in flats])), never
+    pairs = [quick_norm(flat, within_fp32=within) for flat, within in zip(flats, within_fp32, strict=True)]
+    norm = _l2(torch.stack([norm.to(home, non_blocking=True) for norm, _ in pairs]))
+    unsure = torch.stack([unsure.to(home, non_blocking=True) for _, unsure in pairs]).any()
+    return norm, never if all(within_fp32) else unsure | (norm < TINY)
+
+
+def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
+    """Return the L2 norm in one fp32 pass, and whether not to trust it.
+
+    Squares may overflow when values are bf16 or fp32; then one suspicious row
+    is looked at again, and if it holds no inf or NaN, the norm is infinite
+    though the values may be finite.
 
     Args:
         flat: fp32, 1-d.
-        within_fp32: True iff the squares are known to stay inside fp32, as
-            those of fp16 gradients do.
+        within_fp32: as for ``global_norm``.
 
     Returns:
         The norm, 0-d, in ``wide_dtype``; and a bool, True iff unsure.
@@ -110,8 +136,7 @@ def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
     if within_fp32:
         return norm, torch.zeros_like(norm, dtype=torch.bool)
     suspect = _l2(_suspect_row(rows, tail, norms).to(wide))
-    overflowed = ~norm.isfinite() & suspect.isfinite()
-    return norm, overflowed
+    return norm, ~norm.isfinite() & suspect.isfinite()
 
 
 def exact_norm(flat: Tensor) -> Tensor:
@@ -126,9 +151,8 @@ def exact_norm(flat: Tensor) -> Tensor:
     Syncs: none.
     """
     wide = wide_dtype(flat.device)
-    return _l2(
-        torch.stack([_l2(chunk.to(wide)) for chunk in torch.split(flat, CHUNK)] or [flat.new_zeros((), dtype=wide)])
-    )
+    chunks = torch.split(flat, CHUNK)
+    return _l2(torch.stack([_l2(chunk.to(wide)) for chunk in chunks]))
 
 
 def unscale_factor(scale: Tensor) -> Tensor:

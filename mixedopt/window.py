@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixedopt.errors import StepOrderError
-from mixedopt.gradients import GradientBuffer, exact_norm, quick_norm
+from mixedopt.gradients import GradientBuffer, global_norm
 from mixedopt.masters import Bucket, MasterWeights
 
 # A missing gradient has no layout.
@@ -66,14 +66,9 @@ class Window:
 
         Both 0-d, on the first bucket's device. Syncs: none.
         """
-        pairs = [
-            self._norm_of(bucket, buffer, exact)
-            for bucket, buffer in zip(self._masters.buckets, self._buffers, strict=True)
-        ]
-        home = self._buffers[0].flat.device
-        norms = torch.stack([norm.to(home, non_blocking=True) for norm, _ in pairs])
-        unsures = torch.stack([unsure.to(home, non_blocking=True) for _, unsure in pairs])
-        return torch.linalg.vector_norm(norms), unsures.any()
+        # Squares of scaled fp16 gradients stay inside fp32; the user's edits need not.
+        within = [bucket.dtype == torch.float16 and not self.unscaled for bucket in self._masters.buckets]
+        return global_norm([buffer.flat for buffer in self._buffers], within_fp32=within, exact=exact)
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor``: fp32, 0-d, on the host. Syncs: none."""
@@ -105,13 +100,6 @@ class Window:
             buffer.release()
         self.unscaled = False
         self.scaled_a_loss = False
-
-    def _norm_of(self, bucket: Bucket, buffer: GradientBuffer, exact: bool) -> tuple[Tensor, Tensor]:
-        if exact:
-            norm = exact_norm(buffer.flat)
-            return norm, torch.zeros_like(norm, dtype=torch.bool)
-        # Squares of scaled fp16 gradients stay inside fp32; the user's edits need not.
-        return quick_norm(buffer.flat, within_fp32=bucket.dtype == torch.float16 and not self.unscaled)
 
     def _drop_model_grads(self) -> None:
         for bucket in self._masters.buckets:
