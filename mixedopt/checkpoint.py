@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt.errors import CheckpointError
+from mixedopt.masters import HALF_DTYPES
 
 FORMAT = 1
 KEY = "mixedopt"
@@ -33,50 +34,59 @@ class IncompatibleKeys(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """One parameter of this optimizer, in group order.
+
+    Attributes:
+        name: canonical.
+        param: the model's.
+        master: its master, ``None`` while it is frozen.
+        state: what the inner optimizer holds for it now.
+    """
+
+    name: str
+    param: nn.Parameter
+    master: nn.Parameter | None
+    state: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A validated state dict, in terms of this optimizer's parameter order.
 
     Attributes:
-        inner: what ``inner.load_state_dict`` takes; tensors are copies.
-        masters: position -> fp32 master; empty for a plain torch dict.
+        state: position -> inner state; tensors are copies.
+        groups: hyperparameters, in torch's layout.
+        masters: position -> fp32 master, as saved; empty for a plain torch dict.
         extras: the content of the ``mixedopt`` key, ``None`` for plain torch.
         keys: names that did not match.
     """
 
-    inner: dict[str, Any]
+    state: dict[int, dict[str, Any]]
+    groups: list[dict[str, Any]]
     masters: dict[int, Tensor]
     extras: dict[str, Any] | None
     keys: IncompatibleKeys
 
 
-def pack(
-    inner: Mapping[str, Any],
-    masters: Sequence[nn.Parameter | None],
-    names: Sequence[str],
-    extras: Mapping[str, Any],
-) -> dict[str, Any]:
+def pack(inner: Mapping[str, Any], places: Sequence[Place], extras: Mapping[str, Any]) -> dict[str, Any]:
     """Add masters and our own keys to the inner optimizer's state dict.
 
     Args:
         inner: what ``inner.state_dict()`` returned. Not modified.
-        masters: one per parameter in group order, ``None`` for frozen ones.
-        names: canonical names in the same order.
+        places: every parameter, in group order.
         extras: loss scale and counters.
     """
     state = {key: dict(entry) for key, entry in inner["state"].items()}
-    for index, master in enumerate(masters):
-        if master is not None:
-            state[index] = {"master": master.detach(), **state.get(index, {})}
-    return {**inner, "state": state, KEY: {"format": FORMAT, "names": list(names), **extras}}
+    for index, place in enumerate(places):
+        if place.master is not None:
+            state[index] = {"master": place.master.detach(), **state.get(index, {})}
+    names = [place.name for place in places]
+    return {**inner, "state": state, KEY: {"format": FORMAT, "names": names, **extras}}
 
 
 def unpack(
-    saved: Mapping[str, Any],
-    masters: Sequence[nn.Parameter | None],
-    names: Sequence[str],
-    group_sizes: Sequence[int],
-    *,
-    strict: bool,
+    saved: Mapping[str, Any], places: Sequence[Place], group_sizes: Sequence[int], *, strict: bool
 ) -> Checkpoint:
     """Check a state dict against this optimizer; write nothing.
 
@@ -84,47 +94,40 @@ def unpack(
 
     Raises:
         CheckpointError: lists what differs. Nothing was loaded.
+
+    Syncs: one read per parameter.
     """
-    if not (isinstance(saved, Mapping) and isinstance(saved.get("state"), Mapping) and "param_groups" in saved):
-        raise CheckpointError("not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.")
+    _check_structure(saved)
     extras = saved.get(KEY)
-    if extras is not None and extras.get("format") != FORMAT:
-        raise CheckpointError(
-            f"state_dict has format {extras.get('format')!r}, this version reads {FORMAT}. Nothing was loaded. "
-            "Load it with the mixedopt version that wrote it."
-        )
-    saved_groups = saved["param_groups"]
-    ids = [identity for group in saved_groups for identity in group["params"]]
+    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    names = [place.name for place in places]
     saved_names = _saved_names(ids, names, extras)
-    problems = _group_problems([len(group["params"]) for group in saved_groups], group_sizes, extras, strict=strict)
-    entry_of = {name: saved["state"].get(i, {}) for i, name in zip(ids, saved_names, strict=False)}
+    entries = {name: saved["state"].get(i, {}) for i, name in zip(ids, saved_names, strict=False)}
     keys = IncompatibleKeys(
-        [name for name in names if name not in entry_of], [name for name in entry_of if name not in set(names)]
+        [name for name in names if name not in entries], [name for name in entries if name not in set(names)]
     )
+    problems = _group_problems(saved_sizes, group_sizes, by_position=strict or extras is None)
     if strict:
         problems += [f"no parameter {name!r}" for name in keys.missing_keys]
         problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
-    state: dict[int, dict[str, Any]] = {}
-    new_masters: dict[int, Tensor] = {}
-    for index, (name, master) in enumerate(zip(names, masters, strict=True)):
-        entry = dict(entry_of.get(name, {}))
-        value = entry.pop("master", None)
-        if entry:
-            state[index] = {key: _copied(item) for key, item in entry.items()}
-        required = extras is not None and name in entry_of
-        if master is not None and (required or value is not None):
-            problems += _master_problems(name, master, value, new_masters, index)
+    for place in places:
+        if place.name in entries:
+            problems += _entry_problems(place, entries[place.name], needs_master=extras is not None)
     if problems:
         raise _error(problems)
-    positions = iter(range(len(names)))
-    groups = [
-        {**{k: _copied(v) for k, v in group.items()}, "params": [next(positions) for _ in range(size)]}
-        for group, size in zip(saved_groups, group_sizes, strict=True)
-    ]
-    return Checkpoint({"state": state, "param_groups": groups}, new_masters, extras, keys)
+    found = {index: entries[name] for index, name in enumerate(names) if name in entries}
+    state = {i: {k: _copied(v) for k, v in entry.items() if k != "master"} for i, entry in found.items()}
+    return Checkpoint(
+        {index: entry for index, entry in state.items() if entry},
+        _renumbered(saved["param_groups"], group_sizes),
+        {index: entry["master"] for index, entry in found.items() if "master" in entry},
+        extras,
+        keys,
+    )
 
 
-def load_inner_(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_inner_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
     """Load into ``inner``; if that raises, ``inner`` is as it was.
 
     Raises:
@@ -132,10 +135,43 @@ def load_inner_(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
     """
     before = inner.state, inner.param_groups  # torch replaces both, it does not write into them
     try:
-        inner.load_state_dict(state_dict)
+        inner.load_state_dict({"state": loaded.state, "param_groups": loaded.groups})
     except Exception as error:
         inner.state, inner.param_groups = before
         raise CheckpointError(f"{type(inner).__name__} refused the state: {error}. Nothing was loaded.") from error
+    params = [param for group in inner.param_groups for param in group["params"]]
+    for index, entry in loaded.state.items():
+        if params[index].dtype in HALF_DTYPES:  # frozen: torch has cast its state to half
+            inner.state[params[index]] = entry
+
+
+def _check_structure(saved: Any) -> None:
+    """Raise unless everything that is read later has the right type."""
+    if not (isinstance(saved, Mapping) and "state" in saved and "param_groups" in saved):
+        raise CheckpointError("not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.")
+    state, groups, extras = saved["state"], saved["param_groups"], saved.get(KEY)
+    if not (isinstance(state, Mapping) and all(isinstance(entry, Mapping) for entry in state.values())):
+        raise _error(["a 'state' that is not a dict of dicts"])
+    if not (isinstance(groups, Sequence) and all(_is_group(group) for group in groups)):
+        raise _error(["'param_groups' that are not a list of dicts with 'params'"])
+    if extras is None:
+        return
+    if not isinstance(extras, Mapping):
+        raise _error([f"a {KEY!r} entry that is not a dict"])
+    if extras.get("format") != FORMAT:
+        raise CheckpointError(
+            f"state_dict has format {extras.get('format')!r}, this version reads {FORMAT}. Nothing was loaded. "
+            "Load it with the mixedopt version that wrote it."
+        )
+    if not (isinstance(extras.get("names"), Sequence) and isinstance(extras.get("loss_scale"), Mapping)):
+        raise _error([f"no names or no loss scale under {KEY!r}"])
+    for counter in ("applied_steps", "skipped_steps"):
+        if not (isinstance(extras.get(counter), int) and extras[counter] >= 0):
+            raise _error([f"{counter} = {extras.get(counter)!r}, not a count"])
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
 
 
 def _saved_names(ids: list[Any], names: Sequence[str], extras: Mapping[str, Any] | None) -> list[str]:
@@ -146,25 +182,44 @@ def _saved_names(ids: list[Any], names: Sequence[str], extras: Mapping[str, Any]
     return list(names)[: len(ids)]
 
 
-def _group_problems(
-    saved: Sequence[int], ours: Sequence[int], extras: Mapping[str, Any] | None, *, strict: bool
-) -> list[str]:
+def _group_problems(saved: Sequence[int], ours: Sequence[int], *, by_position: bool) -> list[str]:
     if len(saved) != len(ours):
         return [f"{len(saved)} parameter groups, here {len(ours)}"]
-    if (strict or extras is None) and list(saved) != list(ours):
+    if by_position and list(saved) != list(ours):
         return [f"parameter groups of sizes {list(saved)}, here {list(ours)}"]
     return []
 
 
-def _master_problems(name: str, master: nn.Parameter, value: Any, accepted: dict[int, Tensor], index: int) -> list[str]:
-    if value is None:
-        return [f"no master weight for {name!r}"]
+def _entry_problems(place: Place, entry: Mapping[str, Any], *, needs_master: bool) -> list[str]:
+    problems = []
+    for key, value in entry.items():
+        held = place.state.get(key)
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
+            problems.append(f"{key!r} of shape {tuple(value.shape)} for {place.name!r}, here {tuple(held.shape)}")
+    if "master" in entry:
+        return problems + _master_problems(place, entry["master"])
+    if needs_master and place.master is not None:
+        problems.append(f"no master weight for {place.name!r}")
+    return problems
+
+
+def _master_problems(place: Place, value: Any) -> list[str]:
+    what = f"a master weight for {place.name!r}"
     if not isinstance(value, Tensor) or value.dtype != torch.float32:
-        return [f"a master weight for {name!r} of {getattr(value, 'dtype', type(value).__name__)}, not fp32"]
-    if value.shape != master.shape:
-        return [f"a master weight for {name!r} of shape {tuple(value.shape)}, here {tuple(master.shape)}"]
-    accepted[index] = value
+        return [f"{what} of {getattr(value, 'dtype', type(value).__name__)}, not fp32"]
+    if value.shape != place.param.shape:
+        return [f"{what} of shape {tuple(value.shape)}, here {tuple(place.param.shape)}"]
+    if not bool(value.to(place.param.dtype).isfinite().all()):
+        return [f"{what} that is not finite in {place.param.dtype}"]
     return []
+
+
+def _renumbered(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    positions = iter(range(sum(sizes)))
+    return [
+        {**{key: _copied(value) for key, value in group.items()}, "params": [next(positions) for _ in range(size)]}
+        for group, size in zip(groups, sizes, strict=True)
+    ]
 
 
 def _error(problems: list[str]) -> CheckpointError:

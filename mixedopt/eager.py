@@ -7,6 +7,7 @@ device, and reads the host once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -35,7 +36,7 @@ class EagerTier:
 
     Args:
         inner: steps over the masters.
-        masters: may grow; then ``proven`` is to be set to False.
+        masters: may grow.
         config: how the loss scale moves.
         max_grad_norm: limit of the unscaled global norm, ``None`` for none.
         statistics: running statistics to take back on a skip.
@@ -58,7 +59,7 @@ class EagerTier:
         self.max_grad_norm = max_grad_norm
         self.scale: LossScaleState = init_state(config, torch.device("cpu"))
         self.window = Window(masters)
-        self.proven = False  # True iff the inner optimizer has stepped over these masters
+        self._proven: frozenset[str] = frozenset()  # parameters over which the inner optimizer has stepped
         self.applied_steps = 0
         self.skipped_steps = 0
         self.last_step = StepReport()
@@ -70,8 +71,7 @@ class EagerTier:
     def unscale_(self) -> None:
         """Move the gradients to the masters, divided by S. Syncs: none."""
         if self._collect():
-            norm, unsure = self.window.norm()
-            self._before_edits = torch.where(unsure, torch.zeros_like(norm), norm)
+            self._before_edits = self.window.largest()
             self.window.multiply_(unscale_factor(self.scale.scale))
             self.window.expose_()
             self.window.unscaled = True
@@ -102,14 +102,14 @@ class EagerTier:
     def finish_(self, report: StepReport) -> None:
         """End the step: drop the gradients, watch the statistics anew."""
         self.last_step = report
-        self.drop_gradients_()
+        self.drop_gradients_(keep_memory=not report.skipped)
         if self.statistics is not None:
             self.statistics.close()
 
-    def drop_gradients_(self) -> None:
-        """Forget what the window has gathered."""
+    def drop_gradients_(self, *, keep_memory: bool = True) -> None:
+        """Forget what the window has gathered; see ``Window.close``."""
         self._before_edits = torch.zeros(())
-        self.window.close()
+        self.window.close(keep_memory=keep_memory)
 
     def _collect(self) -> bool:
         self.masters.adopt_edits_()
@@ -127,19 +127,23 @@ class EagerTier:
         self.window.expose_()
         try:
             self._step_inner_()
-        finally:
-            self.masters.publish_(moved_only=True)
+        except BaseException:
+            self.drop_gradients_()
+            self.masters.publish_()
+            raise
+        self.masters.publish_(moved_only=True)
         self.applied_steps += 1
         if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
             self._largest_half = self.masters.largest_half()
 
     def _step_inner_(self) -> None:
-        if self.proven:
+        if len(self._proven) == len(self.masters.of):
             self.inner.step()
             return
-        with FirstStep(self.inner, self.masters.buckets):
+        present = self.window.present()
+        with contextlib.nullcontext() if present <= self._proven else FirstStep(self.inner, self.masters.buckets):
             self.inner.step()
-        self.proven = True
+        self._proven |= present
 
     def _skip_(self, following: LossScaleState) -> None:
         if self.statistics is not None:
@@ -158,8 +162,11 @@ class EagerTier:
     def _check(self, decision: Decision) -> None:
         if decision.unfit:
             self._largest_half = torch.zeros(())
-            self.drop_gradients_()
-            self.masters.check_range()
+            try:
+                self.masters.check_range()
+            except ValueError:
+                self.drop_gradients_()
+                raise
         if decision.scaled and not (self.window.scaled_a_loss or self._warned_unscaled):
             self._warned_unscaled = True
             logger.warning(

@@ -121,26 +121,43 @@ def _storage_key(tensor: Tensor) -> int:
 
 def _packed_storages(named: Sequence[tuple[str, Tensor]]) -> dict[int, tuple[int, int]]:
     """Return storage -> (first offset, span) for storages that hold a pack."""
-    members: dict[int, list[tuple[int, int, str, Tensor]]] = {}
+    members: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in named:
         if tensor.numel():
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            start = int(tensor.storage_offset())
-            members.setdefault(_storage_key(tensor), []).append((start, start + reach, name, tensor))
+            members.setdefault(_storage_key(tensor), []).append((name, tensor))
+    shared = {key: group for key, group in members.items() if len(group) > 1}
     packs = {}
-    for key, spans in members.items():
-        if len(spans) == 1:
-            continue
-        spans.sort(key=lambda span: span[:2])
-        dense = all(stop - start == tensor.numel() for start, stop, _, tensor in spans)
-        for (_, stop, before, _), (start, _, after, _) in itertools.pairwise(spans):
-            if start < stop and dense:
-                raise ValueError(
-                    f"parameters {before!r} and {after!r} overlap in memory: each must have its own values. "
-                    "Tie weights by assigning the same Parameter object."
-                )
-        span = spans[-1][1] - spans[0][0]
+    for key, group in shared.items():
+        _check_apart(group)
+        first = min(int(tensor.storage_offset()) for _, tensor in group)
+        span = max(_end(tensor) for _, tensor in group) - first
+        dense = all(_end(tensor) - tensor.storage_offset() == tensor.numel() for _, tensor in group)
         # A pack is mostly values; views scattered over a large storage are not one.
-        if dense and 2 * sum(tensor.numel() for *_, tensor in spans) >= span:
-            packs[key] = (spans[0][0], span)
+        if dense and 2 * sum(tensor.numel() for _, tensor in group) >= span:
+            packs[key] = (first, span)
     return packs
+
+
+def _end(tensor: Tensor) -> int:
+    """Return the offset behind the tensor's last value in its storage."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + int(reach) + 1
+
+
+def _check_apart(group: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ``ValueError`` if two tensors of one storage share a value."""
+    ordered = sorted(group, key=lambda member: int(member[1].storage_offset()))
+    for (before, left), (after, right) in itertools.combinations(ordered, 2):
+        if right.storage_offset() < _end(left) and not _offsets(left).isdisjoint(_offsets(right)):
+            raise ValueError(
+                f"parameters {before!r} and {after!r} overlap in memory: each must have its own values. "
+                "Tie weights by assigning the same Parameter object."
+            )
+
+
+def _offsets(tensor: Tensor) -> set[int]:
+    """Return every offset the tensor uses; asked only where extents cross."""
+    offsets = {int(tensor.storage_offset())}
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = {offset + index * step for offset in offsets for index in range(size)}
+    return offsets

@@ -78,9 +78,9 @@ class GradientBuffer:
             torch._foreach_copy_([view for view in shown if view is not None], present)
         return shown
 
-    def release(self) -> None:
-        """Give the memory back where that is cheap."""
-        if self._flat is not None and self._flat.is_cuda:
+    def release(self, *, keep: bool) -> None:
+        """Give the memory back; ``keep`` it on a CPU, where new pages are dear."""
+        if self._flat is not None and not (keep and self._flat.device.type == "cpu"):
             self._flat = None
             self._views = []
 
@@ -111,6 +111,21 @@ def global_norm(flats: Sequence[Tensor], *, within_fp32: Sequence[bool], exact: 
     norm = _l2(torch.stack([norm.to(home, non_blocking=True) for norm, _ in pairs]))
     unsure = torch.stack([unsure.to(home, non_blocking=True) for _, unsure in pairs]).any()
     return norm, never if all(within_fp32) else unsure | (norm < TINY)
+
+
+def largest(flats: Sequence[Tensor]) -> Tensor:
+    """Return the largest |value|, inf or NaN iff there is one; exact, one pass.
+
+    Args:
+        flats: 1-d, on any devices; at least one that is not empty.
+
+    Returns:
+        0-d, fp32, on the first buffer's device.
+
+    Syncs: none.
+    """
+    extremes = [end for flat in flats if flat.numel() for end in torch.aminmax(flat)]
+    return torch.stack([end.float().abs().to(flats[0].device, non_blocking=True) for end in extremes]).amax()
 
 
 def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:

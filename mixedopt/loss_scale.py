@@ -18,6 +18,9 @@ from torch import Tensor
 
 from mixedopt.errors import CheckpointError, LossScaleError
 
+# Counters are int32 on the device.
+MAX_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class StaticLossScale:
@@ -96,10 +99,11 @@ class DynamicLossScale:
     def __post_init__(self) -> None:
         _check_scale(self, "init_scale")
         _check_scale(self, "min_scale")
-        _check_number(self, "max_scale")
+        if self.max_scale != math.inf:
+            _check_scale(self, "max_scale")
         _check_number(self, "growth_factor")
         _check_number(self, "backoff_factor")
-        if not (math.isfinite(self.growth_factor) and self.growth_factor > 1):
+        if not (self.growth_factor > 1 and _to_fp32(self.growth_factor) < math.inf):
             raise _bad(self, "growth_factor", "must be finite and greater than 1", "The usual value is 2.0.")
         if not 0 < self.backoff_factor < 1:
             raise _bad(self, "backoff_factor", "must lie strictly between 0 and 1", "The usual value is 0.5.")
@@ -243,7 +247,7 @@ def state_from_dict(
         cls = classes[saved["kind"]]
         config = cls(**saved["config"])
         state = _make_state(**saved["state"], device=device)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"state_dict holds no valid loss scale ({error}). Nothing was loaded.") from error
     if not isinstance(current, cls):
         raise CheckpointError(
@@ -257,6 +261,8 @@ def _make_state(
     *, scale: float, growth_tracker: int, hysteresis_left: int, floor_skips: int, device: torch.device
 ) -> LossScaleState:
     counters = (growth_tracker, hysteresis_left, floor_skips)
+    if not (0 < _to_fp32(scale) < math.inf and all(0 <= counter <= MAX_COUNT for counter in counters)):
+        raise ValueError(f"scale {scale!r} with counters {counters} is no state of a loss scale")
     return LossScaleState(
         torch.tensor(scale, dtype=torch.float32, device=device),
         *(torch.tensor(value, dtype=torch.int32, device=device) for value in counters),
@@ -272,7 +278,7 @@ def _times(scale: Tensor, factor: float) -> Tensor:
 
 def _to_fp32(value: float) -> float:
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        return float(struct.unpack("f", struct.pack("f", float(value)))[0])
     except OverflowError:
         return math.inf
 
@@ -299,3 +305,5 @@ def _check_count(config: object, name: str, remedy: str) -> None:
         raise TypeError(f"{type(config).__name__}({name}={value!r}): must be an int. {remedy}")
     if value < 1:
         raise _bad(config, name, "must be at least 1", remedy)
+    if value > MAX_COUNT:
+        raise _bad(config, name, f"must be at most {MAX_COUNT}", remedy)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt.flat import Layout, plan_layout
+from mixedopt.gradients import largest
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -49,7 +50,9 @@ class Bucket:
             view.copy_(param.detach())
             param.grad = None
             param.data = view  # frees the original before the half buffer is made
-        self.masters = [nn.Parameter(param.detach()) for param in self.params]
+        # An fp32 parameter and its master share storage and version counter.
+        shown = self.layout.views(self.flat_master) if self.is_half else [param.detach() for param in self.params]
+        self.masters = [nn.Parameter(view) for view in shown]
         self.flat_model = self.flat_master
         if self.is_half:
             self.flat_model = self.flat_master.to(dtype)
@@ -186,8 +189,7 @@ class MasterWeights:
         Syncs: none.
         """
         flats = [bucket.flat_model for bucket in self.buckets if bucket.dtype == torch.float16 and bucket.layout.size]
-        norms = [torch.linalg.vector_norm(flat, float("inf")) for flat in flats]
-        return torch.stack([norm.to(flats[0].device) for norm in norms]).max() if norms else torch.zeros(())
+        return largest(flats) if flats else torch.zeros(())
 
     def export(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the fp32 state dict of ``model``, of the masters if ``None``."""

@@ -136,6 +136,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if isinstance(losses, (list, tuple)):
             return type(losses)(self.scale(loss) for loss in losses)
         validate.loss(losses)
+        self._check_in_force()
         self._check_not_unscaled("backward()")
         self._tier.window.scaled_a_loss = True
         wide = losses if losses.dtype == torch.float64 else losses.float()
@@ -149,9 +150,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             kwargs: as for ``torch.autograd.backward``, ``retain_graph`` say.
 
         Raises:
-            ValueError, TypeError, StepOrderError: as ``scale``.
-
-        Syncs: none.
+            ValueError, TypeError, StepOrderError: as ``scale``. Syncs: none.
         """
         torch.autograd.backward(self.scale(loss), **kwargs)
 
@@ -163,9 +162,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model's ``.grad`` are ``None``. ``max_grad_norm`` does not need it.
 
         Raises:
-            StepOrderError: if it was called in this window already.
-
-        Syncs: none.
+            StepOrderError: it was called in this window already. Syncs: none.
         """
         self._check_in_force()
         self._check_not_unscaled("unscale_()")
@@ -241,7 +238,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """S, for the next loss. Syncs: one read."""
+        """S, for the next loss. Syncs: none in the eager tier."""
         return float(self._tier.scale.scale)
 
     @property
@@ -300,9 +297,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a master does not fit the half format; nothing is
-                written.
-
-        Syncs: one read per parameter.
+                written. Syncs: one read per parameter.
         """
         with torch.no_grad():
             self._masters.check_range()
@@ -319,12 +314,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 trained here; nothing is changed.
         """
         self._check_in_force()
-        group = {**param_group, "params": validate.group_params(param_group)}
-        fresh = validate.new_parameters(group["params"], self._names, self._root, len(self._groups))
-        self._inner.add_param_group(dict(group))
+        params, given = validate.group_params(param_group)
+        fresh = validate.new_parameters(params, self._names, self._root, len(self._groups), given)
+        members = list(zip(given, params, strict=True)) if given else params
+        self._inner.add_param_group({**param_group, "params": members})
         self._names.update(fresh)
-        self._groups.append(GroupView(self._inner, len(self._groups), group["params"]))
-        self._adopt([p for p in fresh if p.requires_grad], {p: p.dtype for p in fresh})
+        self._groups.append(GroupView(self._inner, len(self._groups), params))
+        self._adopt_late([param for param in fresh if param.requires_grad])
 
     def _adopt(self, params: list[nn.Parameter], dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
         """Make masters for ``params`` and hand them to the inner optimizer."""
@@ -332,16 +328,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self._masters.extend(named, [dtypes[param] for param in params])
         rekey_(self._inner, {param: self._masters.of[param] for param in params})
-        self._tier.proven = False
+
+    def _adopt_late(self, params: list[nn.Parameter]) -> None:
+        """Make masters in mid-life: dtypes and gradients stay as they are."""
+        grads = [param.grad for param in params]
+        self._adopt(params, {param: param.dtype for param in params})
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
 
     def _adopt_unfrozen(self) -> None:
         if len(self._masters.of) < len(self._names):
-            thawed = [p for p in self._names if p.grad is not None and p not in self._masters.of]
-            if thawed:
-                grads = [param.grad for param in thawed]
-                self._adopt(thawed, {param: param.dtype for param in thawed})
-                for param, grad in zip(thawed, grads, strict=True):
-                    param.grad = grad
+            self._adopt_late([p for p in self._names if p.grad is not None and p not in self._masters.of])
 
     def _return_to_fp32(self) -> None:
         """Leave the model fp32 and the inner optimizer in charge of it."""
@@ -369,16 +366,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._check_no_gradients("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = checkpoint.pack(
-            self._inner.state_dict(),
-            [self._masters.of.get(param) for param in self._names],
-            list(self._names.values()),
-            {
-                "loss_scale": state_to_dict(self._tier.config, self._tier.scale),
-                "applied_steps": self._tier.applied_steps,
-                "skipped_steps": self._tier.skipped_steps,
-            },
-        )
+        extras = {
+            "loss_scale": state_to_dict(self._tier.config, self._tier.scale),
+            "applied_steps": self._tier.applied_steps,
+            "skipped_steps": self._tier.skipped_steps,
+        }
+        packed = checkpoint.pack(self._inner.state_dict(), self._places(), extras)
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -400,34 +393,43 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: it does not fit; the message says where.
-            StepOrderError: inside an accumulation window.
-
-        Syncs: one read per parameter.
+            StepOrderError: inside a window. Syncs: one read per parameter.
         """
         self._check_in_force()
         self._check_no_gradients("load_state_dict()")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, dict(state_dict)) or state_dict
-        masters = [self._masters.of.get(param) for param in self._names]
         sizes = [len(group["params"]) for group in self._groups]
-        saved = checkpoint.unpack(state_dict, masters, list(self._names.values()), sizes, strict=strict)
+        saved = checkpoint.unpack(state_dict, self._places(), sizes, strict=strict)
         config, scale = self._tier.config, self._tier.scale
         if saved.extras is not None:
             config, scale = state_from_dict(saved.extras["loss_scale"], config, scale.scale.device)
-        checkpoint.load_inner_(self._inner, saved.inner)
+        checkpoint.load_inner_(self._inner, saved)
         self._tier.config = config
         self._tier.scale.assign_(scale)
         if saved.extras is not None:
             self._tier.applied_steps = saved.extras["applied_steps"]
             self._tier.skipped_steps = saved.extras["skipped_steps"]
-        with torch.no_grad():
-            for index, value in saved.masters.items():
-                masters[index].copy_(value)  # type: ignore[union-attr]
-            self._masters.publish_()
+        self._load_masters({list(self._names)[index]: master for index, master in saved.masters.items()})
         self._tier.finish_(StepReport())
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
         return saved.keys
+
+    def _places(self) -> list[checkpoint.Place]:
+        masters, state = self._masters.of, self._inner.state
+        return [
+            checkpoint.Place(name, param, masters.get(param), state.get(masters.get(param, param), {}))
+            for param, name in self._names.items()
+        ]
+
+    def _load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
+        """Write masters, also of parameters that are frozen here, and publish."""
+        self._adopt_late([param for param in saved if param not in self._masters.of])
+        with torch.no_grad():
+            for param, value in saved.items():
+                self._masters.of[param].copy_(value)
+            self._masters.publish_()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -105,7 +105,7 @@ class CastPolicy:
     def _kept_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """Return the parameters that a name keeps in fp32."""
         kept = set()
-        modules = {name for name, _ in model.named_modules() if name}
+        modules = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
         params = dict(model.named_parameters(remove_duplicate=False))
         for glob in self.fp32_names:
             hits = [param for name, param in params.items() if fnmatch.fnmatchcase(name, glob)]
@@ -123,7 +123,7 @@ class CastPolicy:
         A tie can pull a module in: what shares a parameter with an island has
         an fp32 parameter, so it computes in fp32 too.
         """
-        chosen = {m for name, m in model.named_modules() if self._chooses(name, m)}
+        chosen = {m for name, m in model.named_modules(remove_duplicate=False) if self._chooses(name, m)}
         while True:
             inside = {inner for module in chosen for inner in module.modules()}
             kept.update(param for module in inside for param in module.parameters(recurse=False))
@@ -171,7 +171,7 @@ class PolicyHandle:
     def __init__(self, plan: CastPlan) -> None:
         self.plan = plan
         self._handles: list[RemovableHandle] = []
-        self._widen: Callable[[], None] = self._widen_halves
+        self._take_back: Callable[[], None] | None = None
         for module in plan.islands:
             self._hook_island(module)
         for module in plan.half_layers:
@@ -183,9 +183,9 @@ class PolicyHandle:
         """True iff the conversion is in force."""
         return bool(self._handles)
 
-    def attach(self, widen: Callable[[], None]) -> None:
-        """Let ``widen`` bring the parameters back to fp32 in ``remove``."""
-        self._widen = widen
+    def attach(self, take_back: Callable[[], None]) -> None:
+        """Let ``remove`` call ``take_back`` first, to widen what has a master."""
+        self._take_back = take_back
 
     def remove(self) -> None:
         """Undo the conversion: no hooks, fp32 parameters.
@@ -197,7 +197,9 @@ class PolicyHandle:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            self._widen()
+            if self._take_back is not None:
+                self._take_back()
+            self._widen_halves()
 
     def _widen_halves(self) -> None:
         for param in self.plan.model.parameters():
@@ -215,7 +217,8 @@ class PolicyHandle:
         if root not in self.plan.islands:
             self._before(root, self.plan.dtype)
         self._handles.append(root.register_forward_hook(CastOutputs(torch.float32)))
-        self._handles.append(root.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
+        for module in root.modules():  # a submodule may be loaded on its own
+            self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
 
     def _before(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._handles.append(module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))

@@ -23,7 +23,7 @@ TRAINABLE = (*HALF_DTYPES, torch.float32)
 def optimizer(value: object) -> None:
     """Raise ``TypeError`` unless ``value`` can be wrapped."""
     if not isinstance(value, torch.optim.Optimizer):
-        raise TypeError(f"{WHO}(optimizer={value!r}): must be a torch.optim.Optimizer instance. Build one first.")
+        raise TypeError(f"{WHO}(optimizer={_kind(value)}): must be a torch.optim.Optimizer instance. Build one first.")
     if type(value).__module__.startswith("mixedopt."):
         raise TypeError(f"{WHO}(optimizer={WHO}(...)): is wrapped already. Wrap the bare optimizer once.")
     closure = inspect.signature(value.step).parameters.get("closure")
@@ -41,7 +41,7 @@ def policy(value: object, model: nn.Module | None) -> None:
     if value is not None and model is None:
         raise ValueError(f"{WHO}(policy=...): needs a model to convert. Pass model=, or leave policy out.")
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"{WHO}(model={model!r}): must be an nn.Module. Pass the model the optimizer trains.")
+        raise TypeError(f"{WHO}(model={_kind(model)}): must be an nn.Module. Pass the model the optimizer trains.")
 
 
 def max_grad_norm(value: object) -> None:
@@ -59,6 +59,12 @@ def choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         options = " or ".join(repr(option) for option in allowed)
         raise ValueError(f"{WHO}({name}={value!r}): must be {options} in this version. Leave it out for the default.")
+
+
+def _kind(value: object) -> str:
+    """Return a short text, on one line, in the place of a long value."""
+    shown = repr(value)
+    return shown if len(shown) < 60 and "\n" not in shown else f"a {type(value).__name__}"
 
 
 def loss(value: object) -> None:
@@ -117,7 +123,10 @@ def new_parameters(
     return fresh
 
 
-def group_params(group: Mapping[str, Any]) -> list[Any]:
-    """Return the group's parameters as a list, as torch would."""
+def group_params(group: Mapping[str, Any]) -> tuple[list[Any], list[str] | None]:
+    """Return the group's parameters as a list, and their names if it has any."""
     params = group["params"]
-    return [params] if isinstance(params, Tensor) else list(params)
+    members = [params] if isinstance(params, Tensor) else list(params)
+    if members and all(isinstance(member, tuple) for member in members):
+        return [param for _, param in members], [name for name, _ in members]
+    return members, None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mixedopt.errors import StepOrderError
-from mixedopt.gradients import GradientBuffer, global_norm
+from mixedopt.gradients import GradientBuffer, global_norm, largest
 from mixedopt.masters import Bucket, MasterWeights
 
 # A missing gradient has no layout.
@@ -48,17 +48,18 @@ class Window:
             StepOrderError: a backward followed ``unscale_``.
         """
         buckets = self._masters.buckets
+        self._buffers += [GradientBuffer(b.layout, b.device) for b in buckets[len(self._buffers) :]]
         grads = [[param.grad for param in bucket.params] for bucket in buckets]
+        fresh = any(grad is not None for mine in grads for grad in mine)
         if self.unscaled:
-            if any(grad is not None for mine in grads for grad in mine):
+            if fresh:
                 raise StepOrderError("backward() after unscale_(): the new gradients have another unit. Call step().")
-            self._views = [self._take_edits_(*pair) for pair in zip(buckets, self._views, strict=True)]
-        else:
+            self._views += [[None] * len(bucket.params) for bucket in buckets[len(self._views) :]]
+            self._views = [self._take_edits_(*three) for three in zip(buckets, self._buffers, self._views, strict=True)]
+        elif fresh:
             self._check_dense(grads)
-            self._buffers += [GradientBuffer(b.layout, b.device) for b in buckets[len(self._buffers) :]]
-            if any(grad is not None for mine in grads for grad in mine):
-                self._views = [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
-                self._drop_model_grads()
+            self._views = [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
+            self._drop_model_grads()
         return any(view is not None for mine in self._views for view in mine)
 
     def norm(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
@@ -69,6 +70,10 @@ class Window:
         # Squares of scaled fp16 gradients stay inside fp32; the user's edits need not.
         within = [bucket.dtype == torch.float16 and not self.unscaled for bucket in self._masters.buckets]
         return global_norm([buffer.flat for buffer in self._buffers], within_fp32=within, exact=exact)
+
+    def largest(self) -> Tensor:
+        """Return the largest |gradient|, inf or NaN iff there is one; 0-d. Syncs: none."""
+        return largest([buffer.flat for buffer in self._buffers])
 
     def multiply_(self, factor: Tensor) -> None:
         """Multiply every gradient by ``factor``: fp32, 0-d, on the host. Syncs: none."""
@@ -81,6 +86,13 @@ class Window:
             for master, view in zip(bucket.masters, views, strict=True):
                 master.grad = view
 
+    def present(self) -> frozenset[str]:
+        """Return the names of the parameters that have a gradient."""
+        pairs = zip(self._masters.buckets, self._views, strict=True)
+        return frozenset(
+            name for bucket, views in pairs for name, view in zip(bucket.names, views, strict=True) if view is not None
+        )
+
     def first_bad(self) -> str | None:
         """Return the first parameter with an inf or NaN. Syncs: one each."""
         for bucket, views in zip(self._masters.buckets, self._views, strict=True):
@@ -89,15 +101,20 @@ class Window:
                     return name
         return None
 
-    def close(self) -> None:
-        """Drop all gradients, the model's and the masters'."""
+    def close(self, *, keep_memory: bool = True) -> None:
+        """Drop the gathered gradients and the masters' ``.grad``.
+
+        Args:
+            keep_memory: ``False`` after gradients that were not finite, so that
+                nothing of them stays, not even in the padding.
+        """
         if self._views:
             for bucket in self._masters.buckets:
                 for master in bucket.masters:
                     master.grad = None
             self._views = []
         for buffer in self._buffers:
-            buffer.release()
+            buffer.release(keep=keep_memory)
         self.unscaled = False
         self.scaled_a_loss = False
 
@@ -115,19 +132,16 @@ class Window:
                     "Build the embedding with sparse=False. Nothing has been changed."
                 )
 
-    def _take_edits_(self, bucket: Bucket, views: list[Tensor | None]) -> list[Tensor | None]:
+    def _take_edits_(self, bucket: Bucket, buffer: GradientBuffer, views: list[Tensor | None]) -> list[Tensor | None]:
         edited: list[Tensor | None] = []
         for master, slot, view in zip(bucket.masters, bucket.layout.slots, views, strict=True):
             if master.grad is view:
                 edited.append(view)
                 continue
-            target = view if view is not None else slot.view(self._buffer_of(bucket).flat)
+            target = view if view is not None else slot.view(buffer.flat)
             target.zero_() if master.grad is None else target.copy_(master.grad)
             edited.append(None if master.grad is None else target)
         return edited
-
-    def _buffer_of(self, bucket: Bucket) -> GradientBuffer:
-        return self._buffers[self._masters.buckets.index(bucket)]
 
 
 def _layouts(grads: list[Tensor | None]) -> set[torch.layout | None]:
