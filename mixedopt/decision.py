@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixedopt.gradients import may_overflow
+from mixedopt.gradients import is_finite, may_overflow
 from mixedopt.loss_scale import LossScaleConfig, LossScaleState, update
 
-_FOUND_INF, _EXHAUSTED, _AMBIGUOUS, _UNFIT, _SCALED = 1, 2, 4, 8, 16
+# The answers, in the order of their bits.
+_BITS = torch.tensor([1, 2, 4, 8, 16], device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +67,27 @@ class Decision:
     scaled: bool
 
 
-def decide(config: LossScaleConfig, state: LossScaleState, scale: Tensor, evidence: Evidence) -> Decision:
+def decide(config: LossScaleConfig, state: LossScaleState, inverse: Tensor, evidence: Evidence) -> Decision:
     """Return the decision.
 
     Args:
         config: of the loss scale.
         state: of the loss scale, on the host. Not modified.
-        scale: the factor still in the gradients: S, or 1 if they are unscaled.
+        inverse: 1/S if the gradients are still scaled, else 1; fp32, on the
+            host.
         evidence: on the device.
 
     Syncs: one host read, the only one of a step.
     """
     norm, unsure, before_edits, largest_half = evidence.read()
-    found_inf = (~norm.isfinite() & ~unsure) | ~before_edits.isfinite()
+    found_inf = ~((is_finite(norm) | unsure) & is_finite(before_edits))
     following = update(config, state, found_inf)
-    bits = (
-        _FOUND_INF * found_inf
-        + _EXHAUSTED * (following.floor_skips >= config.max_consecutive_skips)
-        + _AMBIGUOUS * (~found_inf & (unsure | may_overflow(norm, scale)))
-        + _UNFIT * largest_half.isinf()
-        + _SCALED * (state.scale != 1.0)
-    )
-    read = int(bits.item())
-    return Decision(
-        norm,
-        following,
-        found_inf=bool(read & _FOUND_INF),
-        exhausted=bool(read & _EXHAUSTED),
-        ambiguous=bool(read & _AMBIGUOUS),
-        unfit=bool(read & _UNFIT),
-        scaled=bool(read & _SCALED),
-    )
+    answers = [
+        found_inf,
+        following.floor_skips >= config.max_consecutive_skips,
+        ~found_inf & (unsure | may_overflow(norm, inverse)),
+        largest_half == torch.inf,
+        state.scale != 1.0,
+    ]
+    read = int((torch.stack(answers) * _BITS).sum().item())
+    return Decision(norm, following, *(bool(read >> bit & 1) for bit in range(len(answers))))

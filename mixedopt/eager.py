@@ -21,6 +21,8 @@ from mixedopt.report import StepReport
 from mixedopt.rollback import FirstStep, NormStatistics
 from mixedopt.window import Window
 
+HOST = torch.device("cpu")  # explicit: the default device and dtype are the user's
+
 logger = logging.getLogger("mixedopt")
 
 # Applied steps between two looks for a weight beyond the half range. A skip
@@ -57,15 +59,16 @@ class EagerTier:
         self.config = config
         self.statistics = statistics
         self.max_grad_norm = max_grad_norm
-        self.scale: LossScaleState = init_state(config, torch.device("cpu"))
+        self.scale: LossScaleState = init_state(config, HOST)
         self.window = Window(masters)
         self._proven: frozenset[str] = frozenset()  # parameters over which the inner optimizer has stepped
         self.applied_steps = 0
         self.skipped_steps = 0
         self.last_step = StepReport()
-        self._one = torch.ones(())
-        self._before_edits = torch.zeros(())
-        self._largest_half = torch.zeros(())
+        self._zero = torch.zeros((), dtype=torch.float32, device=HOST)
+        self._one = torch.ones((), dtype=torch.float32, device=HOST)
+        self._before_edits = self._zero
+        self._largest_half = self._zero
         self._warned_unscaled = False
 
     def unscale_(self) -> None:
@@ -81,18 +84,18 @@ class EagerTier:
         if not self._collect():
             self.finish_(StepReport(reason="no gradients"))
             return
-        scale = self._one if self.window.unscaled else self.scale.scale
-        decision = self._decide(scale)
+        inverse = self._one if self.window.unscaled else unscale_factor(self.scale.scale)
+        decision = self._decide(inverse)
         if decision.ambiguous:
-            self.window.multiply_(unscale_factor(scale))
-            scale = self._one
-            decision = self._decide(scale, exact=True)
+            self.window.multiply_(inverse)
+            inverse = self._one
+            decision = self._decide(inverse, exact=True)
         self._check(decision)
-        report = self._report(decision, scale)
+        report = self._report(decision, inverse)
         if decision.found_inf:
             self._skip_(decision.following)
         else:
-            self._apply_(decision.norm, scale)
+            self._apply_(decision.norm, inverse)
         self.scale.assign_(decision.following)
         culprit = self.window.first_bad() if decision.exhausted else None
         self.finish_(report)
@@ -108,22 +111,22 @@ class EagerTier:
 
     def drop_gradients_(self, *, keep_memory: bool = True) -> None:
         """Forget what the window has gathered; see ``Window.close``."""
-        self._before_edits = torch.zeros(())
+        self._before_edits = self._zero
         self.window.close(keep_memory=keep_memory)
 
     def _collect(self) -> bool:
         self.masters.adopt_edits_()
         return self.window.collect_()
 
-    def _decide(self, scale: Tensor, *, exact: bool = False) -> Decision:
+    def _decide(self, inverse: Tensor, *, exact: bool = False) -> Decision:
         evidence = Evidence(*self.window.norm(exact=exact), self._before_edits, self._largest_half)
-        return decide(self.config, self.scale, scale, evidence)
+        return decide(self.config, self.scale, inverse, evidence)
 
-    def _apply_(self, norm: Tensor, scale: Tensor) -> None:
+    def _apply_(self, norm: Tensor, inverse: Tensor) -> None:
         if self.max_grad_norm is not None:
-            self.window.multiply_(clip_factor(norm, scale, self.max_grad_norm))
-        elif scale is not self._one and not self._never_scales():
-            self.window.multiply_(unscale_factor(scale))
+            self.window.multiply_(clip_factor(norm, inverse, self.max_grad_norm))
+        elif inverse is not self._one and not self._never_scales():
+            self.window.multiply_(inverse)
         self.window.expose_()
         try:
             self._step_inner_()
@@ -161,7 +164,7 @@ class EagerTier:
 
     def _check(self, decision: Decision) -> None:
         if decision.unfit:
-            self._largest_half = torch.zeros(())
+            self._largest_half = self._zero
             try:
                 self.masters.check_range()
             except ValueError:
@@ -174,10 +177,10 @@ class EagerTier:
                 "Call optimizer.backward(loss) instead of loss.backward()."
             )
 
-    def _report(self, decision: Decision, scale: Tensor) -> StepReport:
+    def _report(self, decision: Decision, inverse: Tensor) -> StepReport:
         skipped = decision.found_inf
         reason = "inf or NaN in the gradients" if skipped else None
-        grad_norm = decision.norm * unscale_factor(scale)
+        grad_norm = decision.norm * inverse
         return StepReport(not skipped, skipped, reason, grad_norm, self.scale.scale.clone())
 
     def _never_scales(self) -> bool:

@@ -9,7 +9,6 @@ while every reader still sees tensors of the parameter's own shape.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,13 +145,16 @@ def _end(tensor: Tensor) -> int:
 
 def _check_apart(group: Sequence[tuple[str, Tensor]]) -> None:
     """Raise ``ValueError`` if two tensors of one storage share a value."""
-    ordered = sorted(group, key=lambda member: int(member[1].storage_offset()))
-    for (before, left), (after, right) in itertools.combinations(ordered, 2):
-        if right.storage_offset() < _end(left) and not _offsets(left).isdisjoint(_offsets(right)):
-            raise ValueError(
-                f"parameters {before!r} and {after!r} overlap in memory: each must have its own values. "
-                "Tie weights by assigning the same Parameter object."
-            )
+    reaching: list[tuple[str, Tensor]] = []  # those whose extent may cross the next one's
+    for name, tensor in sorted(group, key=lambda member: int(member[1].storage_offset())):
+        reaching = [(before, other) for before, other in reaching if _end(other) > tensor.storage_offset()]
+        for before, other in reaching:
+            if not _offsets(other).isdisjoint(_offsets(tensor)):
+                raise ValueError(
+                    f"parameters {before!r} and {name!r} overlap in memory: each must have its own values. "
+                    "Tie weights by assigning the same Parameter object."
+                )
+        reaching.append((name, tensor))
 
 
 def _offsets(tensor: Tensor) -> set[int]:

@@ -21,6 +21,8 @@ ROW_ON_GPU = 4096
 TINY = 2.0**-50
 # Values widened at once by the exact norm.
 CHUNK = 2**22
+# Buffers up to this size are measured in fp64 at once: fewer operations.
+SMALL = 2**14
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -108,9 +110,12 @@ def global_norm(flats: Sequence[Tensor], *, within_fp32: Sequence[bool], exact: 
     if exact:
         return _l2(torch.stack([exact_norm(flat).to(home, non_blocking=True) for flat in flats])), never
     pairs = [quick_norm(flat, within_fp32=within) for flat, within in zip(flats, within_fp32, strict=True)]
-    norm = _l2(torch.stack([norm.to(home, non_blocking=True) for norm, _ in pairs]))
+    norms = [norm.to(home, non_blocking=True) for norm, _ in pairs]
+    norm = norms[0] if len(norms) == 1 else _l2(torch.stack(norms))
+    if all(within_fp32):
+        return norm, never
     unsure = torch.stack([unsure.to(home, non_blocking=True) for _, unsure in pairs]).any()
-    return norm, never if all(within_fp32) else unsure | (norm < TINY)
+    return norm, unsure | (norm < TINY)
 
 
 def largest(flats: Sequence[Tensor]) -> Tensor:
@@ -145,13 +150,15 @@ def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
     Syncs: none.
     """
     wide = wide_dtype(flat.device)
+    if flat.numel() <= SMALL:
+        return _l2(flat.to(wide)), torch.zeros((), dtype=torch.bool, device=flat.device)
     rows, tail = _rows(flat)
     norms = torch.cat([_l2(rows, dim=1), _l2(tail).view(1)]).to(wide)
     norm = _l2(norms)
     if within_fp32:
         return norm, torch.zeros_like(norm, dtype=torch.bool)
     suspect = _l2(_suspect_row(rows, tail, norms).to(wide))
-    return norm, ~norm.isfinite() & suspect.isfinite()
+    return norm, ~is_finite(norm) & is_finite(suspect)
 
 
 def exact_norm(flat: Tensor) -> Tensor:
@@ -179,7 +186,7 @@ def unscale_factor(scale: Tensor) -> Tensor:
     return scale.to(wide_dtype(scale.device)).reciprocal().float()
 
 
-def clip_factor(norm: Tensor, scale: Tensor, max_grad_norm: float) -> Tensor:
+def clip_factor(norm: Tensor, inverse: Tensor, max_grad_norm: float) -> Tensor:
     """Return the factor that unscales gradients and clips them at once.
 
     It is ``1/S * min(1, max_grad_norm / (norm/S + 1e-6))``, torch's formula
@@ -187,26 +194,30 @@ def clip_factor(norm: Tensor, scale: Tensor, max_grad_norm: float) -> Tensor:
 
     Args:
         norm: global norm of the *scaled* gradients, 0-d.
-        scale: S, fp32, 0-d; 1 if the gradients are unscaled already.
+        inverse: 1/S, fp32, 0-d; 1 if the gradients are unscaled already.
         max_grad_norm: limit for the unscaled norm.
 
     Syncs: none.
     """
-    inverse = unscale_factor(scale).to(norm.dtype)
     coefficient = (max_grad_norm / (norm * inverse + 1e-6)).clamp(max=1.0)
     return (inverse * coefficient).float()
 
 
-def may_overflow(norm: Tensor, scale: Tensor) -> Tensor:
+def may_overflow(norm: Tensor, inverse: Tensor) -> Tensor:
     """Return True (bool, 0-d) iff some g/S *may* lie beyond fp32's range.
 
     With S >= 1 that is impossible; under 1 it is ruled out by a small norm.
 
     Args:
         norm: global norm of the scaled gradients, finite or not.
-        scale: S, fp32, 0-d.
+        inverse: 1/S, fp32, 0-d.
     """
-    return ~(norm * unscale_factor(scale) <= FP32_MAX)
+    return ~(norm * inverse <= FP32_MAX)
+
+
+def is_finite(norm: Tensor) -> Tensor:
+    """Return which norms (>= 0, or NaN) are finite; one operation, not four."""
+    return norm <= torch.finfo(norm.dtype).max
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -228,7 +239,7 @@ def _rows(flat: Tensor) -> tuple[Tensor, Tensor]:
 
 def _suspect_row(rows: Tensor, tail: Tensor, norms: Tensor) -> Tensor:
     """Return a row whose fp32 norm is not finite, if there is one."""
-    suspicious = (~norms.isfinite()).to(torch.uint8)
+    suspicious = (~is_finite(norms)).to(torch.uint8)
     if not rows.numel():
         return tail
     row = rows.index_select(0, suspicious[:-1].argmax().view(1)).flatten()

@@ -20,6 +20,7 @@ from mixedopt.errors import CheckpointError, LossScaleError
 
 # Counters are int32 on the device.
 MAX_COUNT = 2**31 - 1
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,7 @@ class LossScaleState:
 
     def assign_(self, other: LossScaleState) -> None:
         """Copy ``other``'s values into this state's tensors. Syncs: none."""
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
-            mine.copy_(theirs)
+        torch._foreach_copy_(self.tensors(), other.tensors())
 
 
 def resolve_config(loss_scale: object, *, needs_scaling: bool) -> LossScaleConfig:
@@ -203,7 +203,7 @@ def update(config: LossScaleConfig, state: LossScaleState, found_inf: Tensor) ->
     at_floor = state.scale <= config.min_scale
 
     grown = _times(state.scale, config.growth_factor)
-    grown = torch.where(grown.isfinite(), grown, state.scale).clamp(max=config.max_scale)
+    grown = torch.where(grown <= FP32_MAX, grown, state.scale).clamp(max=config.max_scale)
     backed_off = _times(state.scale, config.backoff_factor).clamp(min=config.min_scale)
     return LossScaleState(
         scale=torch.where(backs_off, backed_off, torch.where(grows, grown, state.scale)),

@@ -189,7 +189,7 @@ class MasterWeights:
         Syncs: none.
         """
         flats = [bucket.flat_model for bucket in self.buckets if bucket.dtype == torch.float16 and bucket.layout.size]
-        return largest(flats) if flats else torch.zeros(())
+        return largest(flats) if flats else torch.zeros((), dtype=torch.float32, device="cpu")
 
     def export(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the fp32 state dict of ``model``, of the masters if ``None``."""

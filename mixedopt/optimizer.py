@@ -205,8 +205,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window, the model's and the masters'.
 
-        Args:
-            set_to_none: ``False`` writes zeros into the model's gradients.
+        ``set_to_none=False`` writes zeros into the model's gradients instead.
         """
         for param in self._names:
             if set_to_none or param.grad is None:
@@ -276,9 +275,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def master_state_dict(self) -> dict[str, Any]:
         """Return the fp32 model's state dict: weights from the masters.
 
-        Frozen half parameters are widened, buffers are as they are, tied names
-        all appear. Loads into the unconverted model with ``strict=True``.
-        Without ``model`` it holds the masters by position. Tensors are copies.
+        Frozen half parameters are widened, tied names all appear, tensors are
+        copies; it loads into the unconverted model with ``strict=True``.
         """
         return self._masters.export(self._root)
 
@@ -449,7 +447,4 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _check_no_gradients(self, call: str) -> None:
         if self._tier.window.unscaled or any(param.grad is not None for param in self._names):
-            raise StepOrderError(
-                f"{call} inside an accumulation window: its gradients would be lost. "
-                "Call it after step(), or zero_grad() first."
-            )
+            raise StepOrderError(f"{call} inside a window would lose its gradients. Call step() or zero_grad() first.")

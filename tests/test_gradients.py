@@ -228,7 +228,7 @@ def test_clip_factor_follows_torch_formula(norm: float, exponent: int, limit: fl
     """1/S * min(1, limit / (norm/S + 1e-6)), in doubles, rounded once."""
     scale = 2.0**exponent
     expected = 1 / scale * min(1.0, limit / (norm / scale + 1e-6))
-    actual = clip_factor(torch.tensor(norm, dtype=torch.float64), torch.tensor(scale), limit)
+    actual = clip_factor(torch.tensor(norm, dtype=torch.float64), unscale_factor(torch.tensor(scale)), limit)
 
     assert torch.float32 == actual.dtype
     assert abs(expected - float(actual)) <= CLIP_ERROR * expected + 2.0**-149
@@ -238,8 +238,8 @@ def test_norm_below_the_limit_is_not_touched(device: torch.device) -> None:
     """The factor is then 1/S exactly."""
     norm, scale = torch.tensor(99.0, dtype=torch.float64, device=device), torch.tensor(128.0, device=device)
 
-    assert 1 / 128 == float(clip_factor(norm, scale, 1.0))
-    assert 1 / 128 != float(clip_factor(norm, scale, 0.5))
+    assert 1 / 128 == float(clip_factor(norm, unscale_factor(scale), 1.0))
+    assert 1 / 128 != float(clip_factor(norm, unscale_factor(scale), 0.5))
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1.0, 5.0, 1e4])
@@ -312,7 +312,7 @@ def test_unscale_after_scale_is_identity_for_powers_of_two(gradient: float, expo
 def test_overflow_of_g_over_s_is_never_overlooked(value: float, scale: float) -> None:
     """If g/S is inf in fp32, ``may_overflow`` says so; with S >= 1 it never does."""
     flat, factor = torch.tensor([value]), torch.tensor(scale)
-    suspected = bool(may_overflow(torch.tensor(norm_of(flat), dtype=torch.float64), factor))
+    suspected = bool(may_overflow(torch.tensor(norm_of(flat), dtype=torch.float64), unscale_factor(factor)))
 
     assert suspected or bool((flat * unscale_factor(factor)).isfinite().all())
     assert not suspected or scale < 1
