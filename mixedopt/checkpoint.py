@@ -107,13 +107,17 @@ def unpack(
     keys = IncompatibleKeys(
         [name for name in names if name not in entries], [name for name in entries if name not in set(names)]
     )
+    if not strict and extras is not None:
+        keys.missing_keys.extend(
+            p.name for p in places if p.master is not None and "master" not in entries.get(p.name, ["master"])
+        )
     problems = _group_problems(saved_sizes, group_sizes, by_position=strict or extras is None)
     if strict:
         problems += [f"no parameter {name!r}" for name in keys.missing_keys]
         problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
     for place in places:
         if place.name in entries:
-            problems += _entry_problems(place, entries[place.name], needs_master=extras is not None)
+            problems += _entry_problems(place, entries[place.name], needs_master=strict and extras is not None)
     if problems:
         raise _error(problems)
     found = {index: entries[name] for index, name in enumerate(names) if name in entries}

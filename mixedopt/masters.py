@@ -142,6 +142,7 @@ class MasterWeights:
         self.buckets: list[Bucket] = []
         self.of: dict[nn.Parameter, nn.Parameter] = {}
 
+    @torch.no_grad()
     def extend(self, named: NamedParameters, dtypes: Sequence[torch.dtype]) -> list[Bucket]:
         """Make masters for more parameters; the older ones stay where they are.
 
@@ -161,16 +162,19 @@ class MasterWeights:
         self.buckets.extend(made)
         return made
 
+    @torch.no_grad()
     def adopt_edits_(self) -> None:
         """Notice weights written in place; see ``Bucket.adopt_edits_``."""
         for bucket in self.buckets:
             bucket.adopt_edits_()
 
+    @torch.no_grad()
     def refresh_(self) -> None:
         """Take edited weights into the masters; see ``Bucket.refresh_``."""
         for bucket in self.buckets:
             bucket.refresh_()
 
+    @torch.no_grad()
     def publish_(self, *, moved_only: bool = False) -> None:
         """Write the masters into the model; see ``Bucket.publish_``."""
         for bucket in self.buckets:
@@ -209,6 +213,7 @@ class MasterWeights:
         source = self.of.get(tensor, tensor).detach()
         return source.to(torch.float32 if source.dtype in HALF_DTYPES else source.dtype, copy=True)
 
+    @torch.no_grad()
     def widen_(self) -> None:
         """Make the half parameters of the model fp32: views of the masters."""
         for bucket in self.buckets:
@@ -217,6 +222,7 @@ class MasterWeights:
                 param.data = view
             bucket.flat_model = bucket.flat_master
             bucket.dtype = torch.float32
+            bucket._note_storage()
 
     def check_range(self) -> None:
         """Raise if a master does not fit its half format. Syncs: one per parameter.

@@ -278,6 +278,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Frozen half parameters are widened, tied names all appear, tensors are
         copies; it loads into the unconverted model with ``strict=True``.
         """
+        self._masters.adopt_edits_()
         return self._masters.export(self._root)
 
     def refresh_masters(self) -> None:
@@ -287,8 +288,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         moments and counters stay. In-place edits are noticed by ``step()``
         itself; edits through ``param.data`` need this call. Syncs: none.
         """
-        with torch.no_grad():
-            self._masters.refresh_()
+        self._masters.refresh_()
 
     def publish(self) -> None:
         """Write the masters into the model, after editing them.
@@ -297,9 +297,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ValueError: a master does not fit the half format; nothing is
                 written. Syncs: one read per parameter.
         """
-        with torch.no_grad():
-            self._masters.check_range()
-            self._masters.publish_()
+        self._masters.check_range()
+        self._masters.publish_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with masters, in a group of their own.
@@ -323,8 +322,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _adopt(self, params: list[nn.Parameter], dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
         """Make masters for ``params`` and hand them to the inner optimizer."""
         named = [(self._names[param], param) for param in params]
-        with torch.no_grad():
-            self._masters.extend(named, [dtypes[param] for param in params])
+        self._masters.extend(named, [dtypes[param] for param in params])
         rekey_(self._inner, {param: self._masters.of[param] for param in params})
 
     def _adopt_late(self, params: list[nn.Parameter]) -> None:
@@ -341,8 +339,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def _return_to_fp32(self) -> None:
         """Leave the model fp32 and the inner optimizer in charge of it."""
         self._tier.window.close()
-        with torch.no_grad():
-            self._masters.widen_()
+        self._masters.adopt_edits_()
+        self._masters.widen_()
         rekey_(self._inner, {master: param for param, master in self._masters.of.items()})
         if self._tier.statistics is not None:
             self._tier.statistics.remove()
@@ -362,6 +360,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Syncs: one read per field of the loss scale.
         """
         self._check_no_gradients("state_dict()")
+        self._masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         extras = {
@@ -427,7 +426,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for param, value in saved.items():
                 self._masters.of[param].copy_(value)
-            self._masters.publish_()
+        self._masters.publish_()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
