@@ -134,7 +134,7 @@ class EagerTier:
             self.drop_gradients_()
             self.masters.publish_()
             raise
-        self.masters.publish_(moved_only=True)
+        self.masters.publish_(self.window.moved())
         self.applied_steps += 1
         if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
             self._largest_half = self.masters.largest_half()

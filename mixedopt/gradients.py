@@ -53,8 +53,9 @@ class GradientBuffer:
 
     @property
     def views(self) -> list[Tensor]:
-        """Shaped views of ``flat``, in slot order."""
-        return self._views if self._flat is not None else self._layout.views(self.flat)
+        """Shaped views of ``flat``, in slot order; made with it."""
+        _ = self.flat
+        return self._views
 
     def gather_(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Copy gradients into the buffer, widening them to fp32.
@@ -68,8 +69,7 @@ class GradientBuffer:
 
         Syncs: none.
         """
-        _ = self.flat
-        views = self._views
+        views = self.views
         present = [grad for grad in grads if grad is not None]
         if len(present) == len(views):
             torch._foreach_copy_(views, present)

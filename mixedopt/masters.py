@@ -70,21 +70,17 @@ class Bucket:
         """Parameter names in slot order."""
         return [slot.name for slot in self.layout.slots]
 
-    def publish_(self, *, moved_only: bool = False) -> None:
+    def publish_(self, moved: Sequence[bool] | None = None) -> None:
         """Write the masters, rounded once, into the model. Syncs: none.
 
-        Version counters move, so that a backward over a graph recorded before
-        raises as with plain torch.
-
         Args:
-            moved_only: only masters with a gradient have moved; the counters of
-                the others stay.
+            moved: which slots have changed, all if ``None``. Their version
+                counters move, so that a backward over a graph recorded before
+                raises as with plain torch; those of the others stay.
         """
         if self.is_half:
             self.flat_model.copy_(self.flat_master)
-            params = self.params
-            if moved_only:
-                params = [p for p, master in zip(params, self.masters, strict=True) if master.grad is not None]
+            params = self.params if moved is None else [p for p, m in zip(self.params, moved, strict=True) if m]
             torch.autograd.graph.increment_version(params)
             self._versions = list(map(_VERSION, self.params))
 
@@ -175,10 +171,10 @@ class MasterWeights:
             bucket.refresh_()
 
     @torch.no_grad()
-    def publish_(self, *, moved_only: bool = False) -> None:
+    def publish_(self, moved: Sequence[Sequence[bool] | None] | None = None) -> None:
         """Write the masters into the model; see ``Bucket.publish_``."""
-        for bucket in self.buckets:
-            bucket.publish_(moved_only=moved_only)
+        for index, bucket in enumerate(self.buckets):
+            bucket.publish_(None if moved is None else moved[index])
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (name, master) for every slot."""

@@ -57,8 +57,7 @@ class Window:
             self._views += [[None] * len(bucket.params) for bucket in buckets[len(self._views) :]]
             self._views = [self._take_edits_(*three) for three in zip(buckets, self._buffers, self._views, strict=True)]
         elif fresh:
-            self._check_dense(grads)
-            self._views = [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
+            self._views = self._gather_(grads)
             self._drop_model_grads()
         return any(view is not None for mine in self._views for view in mine)
 
@@ -85,6 +84,11 @@ class Window:
         for bucket, views in zip(self._masters.buckets, self._views, strict=True):
             for master, view in zip(bucket.masters, views, strict=True):
                 master.grad = view
+
+    def moved(self) -> list[list[bool] | None]:
+        """Return for each bucket which slots have a gradient, ``None`` for all."""
+        flags = [[view is not None for view in views] for views in self._views]
+        return [None if all(mine) else mine for mine in flags]
 
     def present(self) -> frozenset[str]:
         """Return the names of the parameters that have a gradient."""
@@ -122,6 +126,13 @@ class Window:
         for bucket in self._masters.buckets:
             for param in bucket.params:
                 param.grad = None
+
+    def _gather_(self, grads: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+        try:
+            return [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
+        except RuntimeError:  # torch copies no sparse tensor into a dense one
+            self._check_dense(grads)
+            raise
 
     def _check_dense(self, grads: list[list[Tensor | None]]) -> None:
         for bucket, mine in zip(self._masters.buckets, grads, strict=True):
