@@ -25,21 +25,27 @@ class Evidence:
     Attributes:
         norm: global norm of the gradients in their present unit.
         unsure: bool; True iff ``norm`` is not to be trusted.
-        before_edits: norm when ``unscale_`` showed the gradients to the user,
-            else 0.
-        largest_half: largest |fp16 weight| at the last look, else 0.
+        before_edits: largest |gradient| when ``unscale_`` showed them to the
+            user, if it did.
+        largest_half: largest |fp16 weight| at the last look, if there was one.
     """
 
     norm: Tensor
     unsure: Tensor
-    before_edits: Tensor
-    largest_half: Tensor
+    before_edits: Tensor | None
+    largest_half: Tensor | None
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Bring all to the host at once. Syncs: one copy from the device."""
+        """Bring all to the host at once, 0 for what is not there.
+
+        Syncs: one copy from the device.
+        """
         fields = (self.norm, self.unsure, self.before_edits, self.largest_half)
-        stacked = torch.stack([field.to(self.norm) for field in fields]).to("cpu")
-        norm, unsure, before_edits, largest_half = stacked.unbind()
+        # What is not there takes no part: a copy to the device would be a sync.
+        there = torch.stack([field.to(self.norm) for field in fields if field is not None]).to("cpu")
+        values = iter(there.unbind())
+        zero = torch.zeros_like(there[0])
+        norm, unsure, before_edits, largest_half = (zero if field is None else next(values) for field in fields)
         return norm, unsure != 0, before_edits, largest_half
 
 

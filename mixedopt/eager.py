@@ -65,10 +65,9 @@ class EagerTier:
         self.applied_steps = 0
         self.skipped_steps = 0
         self.last_step = StepReport()
-        self._zero = torch.zeros((), dtype=torch.float32, device=HOST)
         self._one = torch.ones((), dtype=torch.float32, device=HOST)
-        self._before_edits = self._zero
-        self._largest_half = self._zero
+        self._before_edits: Tensor | None = None
+        self._largest_half: Tensor | None = None
         self._warned_unscaled = False
 
     def unscale_(self) -> None:
@@ -111,7 +110,7 @@ class EagerTier:
 
     def drop_gradients_(self, *, keep_memory: bool = True) -> None:
         """Forget what the window has gathered; see ``Window.close``."""
-        self._before_edits = self._zero
+        self._before_edits = None
         self.window.close(keep_memory=keep_memory)
 
     def _collect(self) -> bool:
@@ -164,7 +163,7 @@ class EagerTier:
 
     def _check(self, decision: Decision) -> None:
         if decision.unfit:
-            self._largest_half = self._zero
+            self._largest_half = None
             try:
                 self.masters.check_range()
             except ValueError:

@@ -181,15 +181,15 @@ class MasterWeights:
         for bucket in self.buckets:
             yield from zip(bucket.names, bucket.masters, strict=True)
 
-    def largest_half(self) -> Tensor:
+    def largest_half(self) -> Tensor | None:
         """Return the largest |weight| in fp16, inf iff one does not fit.
 
-        0 without fp16 parameters: bf16 has the range of fp32.
+        ``None`` without fp16 parameters: bf16 has the range of fp32.
 
         Syncs: none.
         """
         flats = [bucket.flat_model for bucket in self.buckets if bucket.dtype == torch.float16 and bucket.layout.size]
-        return largest(flats) if flats else torch.zeros((), dtype=torch.float32, device="cpu")
+        return largest(flats) if flats else None
 
     def export(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the fp32 state dict of ``model``, of the masters if ``None``."""
