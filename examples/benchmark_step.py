@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     ratios = report_arms(base, seconds)
     if not args.quick:
         report_parameters(base, args.millions)
-        report_tensors(base)
+        report_tensors(base, args.most_tensors)
     return ratios
 
 
@@ -73,6 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds over the three arms")
     parser.add_argument("--bf16", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--implementation", choices=("foreach", "loop", "fused"), default="foreach")
+    parser.add_argument("--most-tensors", type=int, default=5000, help="where the last table ends")
     parser.add_argument("--quick", action="store_true", help="only the first table")
     return parser.parse_args(argv)
 
@@ -217,7 +218,7 @@ def report_parameters(base: Setup, millions: float) -> None:
         print(f"{setup.parameters / 1e6:10g} M{ours * 1e3:15.2f}{ours / setup.parameters * 1e9:15.2f}{ratio:14.2f}")
 
 
-def report_tensors(base: Setup) -> None:
+def report_tensors(base: Setup, most: int) -> None:
     """Print how our share of the step grows with the number of tensors.
 
     The inner optimizer is the fused one: a slow inner step would bury the difference in its noise.
@@ -225,7 +226,7 @@ def report_tensors(base: Setup) -> None:
     print("\ngrowth with tensors, 64 values each, AdamW (fused): mixedopt minus the bare step")
     print(f"{'tensors':>12}{'bare, ms':>12}{'mixedopt, ms':>15}{'difference, ms':>16}")
     points = []
-    for tensors in (10, 100, 1000, 5000):
+    for tensors in (count for count in (10, 20, 100, 1000, 5000) if count <= most):
         setup = Setup(tensors, tensors * 64, base.device, base.dtype, "fused", base.rounds)
         seconds = compare(setup)
         bare, ours = (statistics.median(seconds[name]) * 1e3 for name in ("bare fp32", "mixedopt"))

@@ -127,7 +127,7 @@ NO_MASTER = Arm("fp16 without master", "tab:orange", torch.float16, mixed=True, 
 NO_SCALE = Arm("fp16 without loss scale", "tab:purple", torch.float16, mixed=True, loss_scale=1.0)
 
 SETTINGS = (
-    Setting("ordinary", (FP32, NAIVE, FP16, BF16), steps=200),
+    Setting("ordinary", (FP32, NAIVE, FP16, BF16), steps=150),
     Setting("small learning rate", (FP32, NO_MASTER, FP16, BF16), steps=400, lr=3e-5),
     # eps must be small against the gradients, in fp32 as well
     Setting("small gradients", (FP32, NO_SCALE, FP16, BF16), steps=150, loss_weight=3e-6, eps=1e-12),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import doctest
 import importlib
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +17,8 @@ from torch import optim
 
 from mixedopt import MixedPrecisionOptimizer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +80,46 @@ def test_forget_masters_leaves_what_the_half_weights_hold(train_digits: ModuleTy
         norm = name.startswith("1.")  # an fp32 island
         assert master.equal(before[name] if norm else before[name].half().float())
     assert not masters["0.weight"].equal(before["0.weight"])
+
+
+def test_benchmark_step_prints_its_tables() -> None:
+    """The three arms, and how the cost grows."""
+    pytest.importorskip("tqdm", reason="needs the extra 'examples'")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.syspath_prepend(EXAMPLES)
+        ratios = importlib.import_module("benchmark_step").main(
+            ["--millions", "0.001", "--tensors", "4", "--rounds", "4", "--most-tensors", "20"]
+        )
+    assert {"mixedopt / bare fp32", "mixedopt / torch.amp"} <= ratios.keys()
+    assert all(ratio > 0 for ratio in ratios.values())
+    for line in ("x torch.amp", "growth with parameters", "us per tensor"):
+        assert line in printed.getvalue()
+
+
+# -- what the README says -------------------------------------------------------
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's fenced blocks of one language."""
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_a_block_of_the_readme_runs(block: str) -> None:
+    """A newcomer can paste it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    """One command for everybody."""
+    command = next(block.strip() for block in blocks("bash") if "pytest" in block)
+    assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", [f"mixedopt.{path.stem}" for path in sorted((ROOT / "mixedopt").glob("[!_]*.py"))])
+def test_the_examples_in_docstrings_hold(name: str) -> None:
+    """Every ``>>>`` gives what it shows."""
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module)
+    assert failed == 0

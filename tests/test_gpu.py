@@ -95,7 +95,7 @@ def test_gradients_cost_four_bytes_within_the_step_only(dtype: torch.dtype) -> N
 
 
 def test_packed_recurrent_weights_stay_packed(dtype: torch.dtype) -> None:
-    """cuDNN takes the weights of an LSTM as one chunk, without a warning, wherever it stands in the model."""
+    """An LSTM is taken by cuDNN as one chunk, without a warning, wherever it stands in the model."""
     model = nn.Sequential(nn.Linear(16, 16), nn.LSTM(16, 32, num_layers=2)).cuda()
     optimizer = MixedPrecisionOptimizer(torch.optim.AdamW(model.parameters()), model, dtype=dtype)
     x = torch.randn(5, 3, 16, device="cuda")
