@@ -104,6 +104,8 @@ class EagerTier:
     def finish_(self, report: StepReport) -> None:
         """End the step: drop the gradients, watch the statistics anew."""
         self.last_step = report
+        # A scheduler made on the inner optimizer warns unless its step() seems to have run.
+        self.inner._opt_called = True  # type: ignore[attr-defined]
         self.drop_gradients_(keep_memory=not report.skipped)
         if self.statistics is not None:
             self.statistics.close()

@@ -223,10 +223,13 @@ def test_a_group_view_is_like_a_dict(device: torch.device, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "ungated"])
-def test_a_skipped_first_step_gives_no_false_warning(gated: bool, device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("on_inner", [True, False])
+def test_a_skipped_first_step_gives_no_false_warning(
+    gated: bool, on_inner: bool, device: torch.device, dtype: torch.dtype
+) -> None:
     """Case 10: with or without asking ``last_step.skipped``; gated, lr after k real steps is schedule(k)."""
     model, optimizer = wrapped(device, dtype)
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
+    scheduler = lr_scheduler.LambdaLR(optimizer.inner if on_inner else optimizer, lambda k: 0.5**k)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(3):
