@@ -1,13 +1,15 @@
 """The hooks that cast values between modules of different precision.
 
-Hooks are small picklable objects without state, so they survive ``deepcopy``
-and ``torch.save(model)`` and outlive the optimizer.
+Hooks are small picklable objects, so they survive ``deepcopy`` and
+``torch.save(model)`` and outlive the optimizer.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,21 +33,50 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = {k: new for k, old in value.items() if (new := cast(old, dtype)) is not old}
+        changed = _changed(value, dtype)
         return _updated(value, changed) if changed else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        old_fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {k: new for k, old in old_fields.items() if (new := cast(old, dtype)) is not old}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = _changed(fields, dtype)
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
 
+def _changed(mapping: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+    # Plain loops: torch.compile traces this, and no walrus inside a comprehension.
+    changed = {}
+    for key, old in mapping.items():
+        new = cast(old, dtype)
+        if new is not old:
+            changed[key] = new
+    return changed
+
+
 def _updated(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
-    # A copy keeps the subclass (OrderedDict, the outputs of transformers).
-    new = copy.copy(mapping)
+    # A copy keeps the subclass (OrderedDict, the outputs of transformers); torch.compile traces dict() alone.
+    new = dict(mapping) if type(mapping) is dict else copy.copy(mapping)
     for key, item in changed.items():
         new[key] = item
     return new
+
+
+class WeakHook:
+    """A module hook that calls a method of an object it does not keep alive.
+
+    A copy of the model, by ``deepcopy`` or ``torch.save``, gets a hook that does
+    nothing: the object watches the original only.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the method, if its object is still there."""
+        method = None if self._method is None else self._method()
+        return None if method is None else method(*args)
+
+    def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
+        return WeakHook, ()
 
 
 class CastInputs:
@@ -71,7 +102,7 @@ class CastOutputs:
 
 
 class RefuseAssign:
-    """State-dict pre-hook of the root: ``assign=True`` would orphan the masters."""
+    """State-dict pre-hook of each module: ``assign=True`` would orphan masters."""
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from mixedopt.decision import Decision, Evidence, decide
+from mixedopt.flat import Kind
 from mixedopt.gradients import clip_factor, unscale_factor
+from mixedopt.groups import StepGuard
 from mixedopt.loss_scale import LossScaleConfig, LossScaleState, StaticLossScale, exhausted_error, init_state
 from mixedopt.masters import MasterWeights
 from mixedopt.report import StepReport
@@ -61,13 +63,15 @@ class EagerTier:
         self.max_grad_norm = max_grad_norm
         self.scale: LossScaleState = init_state(config, HOST)
         self.window = Window(masters)
-        self._proven: frozenset[str] = frozenset()  # parameters over which the inner optimizer has stepped
+        self.guard = StepGuard(inner)
+        self._proven: frozenset[Kind] = frozenset()  # kinds over which the inner optimizer has stepped
         self.applied_steps = 0
         self.skipped_steps = 0
         self.last_step = StepReport()
         self._one = torch.ones((), dtype=torch.float32, device=HOST)
         self._before_edits: Tensor | None = None
         self._largest_half: Tensor | None = None
+        self.scaled_a_loss = False  # since the last step: zero_grad() may come between scale and backward
         self._warned_unscaled = False
 
     def unscale_(self) -> None:
@@ -107,6 +111,7 @@ class EagerTier:
         # A scheduler made on the inner optimizer warns unless its step() seems to have run.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self.drop_gradients_(keep_memory=not report.skipped)
+        self.scaled_a_loss = False
         if self.statistics is not None:
             self.statistics.close()
 
@@ -141,13 +146,11 @@ class EagerTier:
             self._largest_half = self.masters.largest_half()
 
     def _step_inner_(self) -> None:
-        if len(self._proven) == len(self.masters.of):
+        kinds = self.window.kinds(beyond=self._proven)
+        first = FirstStep(self.inner, self.masters.buckets) if kinds else contextlib.nullcontext()
+        with first, self.guard:
             self.inner.step()
-            return
-        present = self.window.present()
-        with contextlib.nullcontext() if present <= self._proven else FirstStep(self.inner, self.masters.buckets):
-            self.inner.step()
-        self._proven |= present
+        self._proven |= kinds
 
     def _skip_(self, following: LossScaleState) -> None:
         if self.statistics is not None:
@@ -171,7 +174,7 @@ class EagerTier:
             except ValueError:
                 self.drop_gradients_()
                 raise
-        if decision.scaled and not (self.window.scaled_a_loss or self._warned_unscaled):
+        if decision.scaled and not (self.scaled_a_loss or self._warned_unscaled):
             self._warned_unscaled = True
             logger.warning(
                 "step() met gradients of a loss that was not scaled, yet divides them by loss_scale. "

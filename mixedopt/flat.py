@@ -20,6 +20,8 @@ from torch.utils.dlpack import from_dlpack
 # bytes, under which matrix kernels slow down.
 ALIGNMENT = 64
 
+Kind = tuple[int, bool]
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -31,6 +33,11 @@ class Slot:
     offset: int
     numel: int
     pack: tuple[int, int] | None = None  # start and span of the pack it belongs to
+
+    @property
+    def kind(self) -> Kind:
+        """What an optimizer may accept or refuse: dimensions, and whether empty."""
+        return len(self.shape), self.numel == 0
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the shaped view of ``flat``. Shares storage."""
@@ -47,6 +54,7 @@ class Layout:
 
     slots: tuple[Slot, ...]
     size: int
+    kinds: frozenset[Kind]
 
     @property
     def numel(self) -> int:
@@ -107,7 +115,7 @@ def plan_layout(named: Sequence[tuple[str, Tensor]]) -> Layout:
             pack = None
         stride = tuple(int(step) for step in torch.empty_like(tensor, device="meta").stride())
         slots.append(Slot(name, tuple(tensor.shape), stride, int(offset), tensor.numel(), pack))
-    return Layout(tuple(slots), end)
+    return Layout(tuple(slots), end, frozenset(slot.kind for slot in slots))
 
 
 def _align(offset: int) -> int:

@@ -225,8 +225,8 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _l2(values: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=dtype)
+def _l2(values: Tensor, dim: int | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, dim=dim)
     return norm
 
 

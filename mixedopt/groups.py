@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixedopt.errors import StepOrderError
 from mixedopt.masters import HALF_DTYPES
 
 
@@ -25,6 +26,41 @@ def init_protocol(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) 
     wrapper._optimizer_load_state_dict_pre_hooks = OrderedDict()
     wrapper._optimizer_load_state_dict_post_hooks = OrderedDict()
     wrapper._patch_step_function()
+
+
+class StepGuard:
+    """Step pre-hook of a wrapped optimizer: only its wrapper may call ``step()``.
+
+    Called directly it would step on gradients that are scaled, stale or absent,
+    and leave the model behind. ``with guard:`` opens it.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._open = False
+        self._handle = inner.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise ``StepOrderError`` unless the wrapper is calling."""
+        if not self._open:
+            raise StepOrderError(
+                f"{type(optimizer).__name__}.step() was called directly, but it is wrapped: the model would not "
+                "follow. Call step() of the MixedPrecisionOptimizer."
+            )
+
+    def __enter__(self) -> None:
+        self._open = True
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+
+    def remove(self) -> None:
+        """Give the optimizer back to its owner."""
+        self._handle.remove()
+
+
+def is_wrapped(inner: torch.optim.Optimizer) -> bool:
+    """Return True iff a wrapper owns this optimizer."""
+    return any(isinstance(hook, StepGuard) for hook in inner._optimizer_step_pre_hooks.values())
 
 
 class GroupView(MutableMapping[str, Any]):

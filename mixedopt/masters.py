@@ -9,7 +9,7 @@ their own masters and there is no second copy.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -139,15 +139,12 @@ class MasterWeights:
         self.of: dict[nn.Parameter, nn.Parameter] = {}
 
     @torch.no_grad()
-    def extend(self, named: NamedParameters, dtypes: Sequence[torch.dtype]) -> list[Bucket]:
+    def extend(self, named: NamedParameters, dtypes: Sequence[torch.dtype]) -> None:
         """Make masters for more parameters; the older ones stay where they are.
 
         Args:
             named: names and parameters, none of which has a master yet.
             dtypes: what each parameter becomes.
-
-        Returns:
-            The new buckets, one per device and dtype.
         """
         sorted_in: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
         for (name, param), dtype in zip(named, dtypes, strict=True):
@@ -156,7 +153,6 @@ class MasterWeights:
         for bucket in made:
             self.of.update(zip(bucket.params, bucket.masters, strict=True))
         self.buckets.extend(made)
-        return made
 
     @torch.no_grad()
     def adopt_edits_(self) -> None:
@@ -176,11 +172,6 @@ class MasterWeights:
         for index, bucket in enumerate(self.buckets):
             bucket.publish_(None if moved is None else moved[index])
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, master) for every slot."""
-        for bucket in self.buckets:
-            yield from zip(bucket.names, bucket.masters, strict=True)
-
     def largest_half(self) -> Tensor | None:
         """Return the largest |weight| in fp16, inf iff one does not fit.
 
@@ -194,7 +185,7 @@ class MasterWeights:
     def export(self, model: nn.Module | None) -> dict[str, Any]:
         """Return the fp32 state dict of ``model``, of the masters if ``None``."""
         if model is None:
-            return {name: master.detach().clone() for name, master in self.named()}
+            return {n: m.detach().clone() for b in self.buckets for n, m in zip(b.names, b.masters, strict=True)}
         copies: dict[int, Tensor] = {}  # tied names share their copy, as in torch
         exported = model.state_dict(keep_vars=True)
         for name, value in exported.items():

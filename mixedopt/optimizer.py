@@ -15,6 +15,7 @@ from mixedopt import checkpoint, validate
 from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
 from mixedopt.groups import GroupView, init_protocol, rekey_
+from mixedopt.loading import Fp32Loads
 from mixedopt.loss_scale import LossScaleConfig, resolve_config, state_from_dict, state_to_dict
 from mixedopt.masters import MasterWeights
 from mixedopt.policy import CastPolicy, PolicyHandle, cast_parameters_, check_fits, unwrap
@@ -96,7 +97,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         root = None if model is None else unwrap(model)
         plan = None if root is None else (policy or CastPolicy.default()).plan(root, dtype)
         names = validate.parameters(optimizer, root)
-        dtypes = {param: param.dtype if plan is None else plan.dtypes[name] for param, name in names.items()}
+        dtypes = {p: p.dtype if plan is None else plan.dtypes.get(name, p.dtype) for p, name in names.items()}
         config = resolve_config(loss_scale, needs_scaling=torch.float16 in dtypes.values())
         if plan is not None:
             check_fits(plan)
@@ -111,10 +112,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._tier = EagerTier(optimizer, self._masters, config, max_grad_norm, statistics)
         self._adopt([param for param in names if param.requires_grad], dtypes)
         self._handle: PolicyHandle | None = None
+        self._loads: Fp32Loads | None = None
         if plan is not None:
-            cast_parameters_(plan, plan.dtypes)
+            cast_parameters_(plan)
             self._handle = PolicyHandle(plan)
             self._handle.attach(self._return_to_fp32)
+            self._loads = Fp32Loads(plan.model, self._masters)
 
     # -- the loop ---------------------------------------------------------
 
@@ -138,7 +141,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         validate.loss(losses)
         self._check_in_force()
         self._check_not_unscaled("backward()")
-        self._tier.window.scaled_a_loss = True
+        self._tier.scaled_a_loss = True
         wide = losses if losses.dtype == torch.float64 else losses.float()
         return wide * self._tier.scale.scale
 
@@ -269,8 +272,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # -- masters ----------------------------------------------------------
 
     def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (canonical name, fp32 master); edit one, then ``publish()``."""
-        return self._masters.named()
+        """Yield (canonical name, fp32 master) in group order; edit, then ``publish()``."""
+        yield from ((name, self._masters.of[p]) for p, name in self._names.items() if p in self._masters.of)
 
     def master_state_dict(self) -> dict[str, Any]:
         """Return the fp32 model's state dict: weights from the masters.
@@ -288,6 +291,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         moments and counters stay. In-place edits are noticed by ``step()``
         itself; edits through ``param.data`` need this call. Syncs: none.
         """
+        self._check_in_force()
         self._masters.refresh_()
 
     def publish(self) -> None:
@@ -297,18 +301,17 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ValueError: a master does not fit the half format; nothing is
                 written. Syncs: one read per parameter.
         """
+        self._check_in_force()
+        self._masters.adopt_edits_()
         self._masters.check_range()
         self._masters.publish_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with masters, in a group of their own.
-
-        Args:
-            param_group: as for torch; parameters keep their present dtype.
+        """Add parameters of any supported dtype, with masters, as torch does.
 
         Raises:
-            ValueError, TypeError: as torch, or a parameter that cannot be
-                trained here; nothing is changed.
+            ValueError, TypeError: as torch, or a parameter cannot be trained
+                here; nothing is changed.
         """
         self._check_in_force()
         params, given = validate.group_params(param_group)
@@ -342,8 +345,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._masters.adopt_edits_()
         self._masters.widen_()
         rekey_(self._inner, {master: param for param, master in self._masters.of.items()})
-        if self._tier.statistics is not None:
-            self._tier.statistics.remove()
+        for watch in (self._tier.statistics, self._loads, self._tier.guard):
+            if watch is not None:
+                watch.remove()
 
     # -- checkpoints ------------------------------------------------------
 
@@ -354,12 +358,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         those in use, so save or deepcopy it before the next step.
 
         Raises:
-            StepOrderError: inside an accumulation window, whose gradients the
-                dict would lose.
-
-        Syncs: one read per field of the loss scale.
+            StepOrderError: inside a window, whose gradients it would lose.
         """
-        self._check_no_gradients("state_dict()")
+        self._check_between_steps("state_dict()")
         self._masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -381,19 +382,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Everything is checked before the first write: a load that fails changes
         nothing. A plain torch optimizer's dict leaves masters and scale alone.
 
-        Args:
-            state_dict: what ``state_dict()`` returned, or a torch optimizer's.
-            strict: ``False`` loads what matches by name.
-
         Returns:
-            The missing and the unexpected parameter names.
+            The missing and the unexpected parameter names; with
+            ``strict=False`` what matches by name is loaded all the same.
 
         Raises:
             CheckpointError: it does not fit; the message says where.
             StepOrderError: inside a window. Syncs: one read per parameter.
         """
-        self._check_in_force()
-        self._check_no_gradients("load_state_dict()")
+        self._check_between_steps("load_state_dict()")
+        self._masters.adopt_edits_()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, dict(state_dict)) or state_dict
         sizes = [len(group["params"]) for group in self._groups]
@@ -444,6 +442,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self._tier.window.unscaled:
             raise StepOrderError(f"{call} after unscale_(): the window's gradients are unscaled. Call step() first.")
 
-    def _check_no_gradients(self, call: str) -> None:
+    def _check_between_steps(self, call: str) -> None:
+        self._check_in_force()
         if self._tier.window.unscaled or any(param.grad is not None for param in self._names):
-            raise StepOrderError(f"{call} inside a window would lose its gradients. Call step() or zero_grad() first.")
+            raise StepOrderError(
+                f"{call} inside a window would lose its gradients. Call it after step(), or zero_grad() first."
+            )

@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
-from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign
+from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, WeakHook
 from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
 
 NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
@@ -78,6 +78,9 @@ class CastPolicy:
                 ``[...]``. A module's whole subtree stays fp32. A glob that
                 matches nothing raises when the policy meets a model.
         """
+        for glob in globs:
+            if not isinstance(glob, str) or not glob:
+                raise TypeError(f"CastPolicy.keep({glob!r}): must be names, such as 'head' or '*.router'.")
         return replace(self, fp32_names=(*self.fp32_names, *globs))
 
     def plan(self, model: nn.Module, dtype: torch.dtype) -> CastPlan:
@@ -88,13 +91,14 @@ class CastPolicy:
             dtype: the half format, fp16 or bf16.
 
         Raises:
-            ValueError: unknown dtype, a glob that matches nothing, a model that
+            ValueError: unknown dtype, half buffers in an fp32 module, a glob that matches nothing, a model that
                 is converted already, or a parameter that cannot be converted.
         """
         check_dtype(dtype)
         _check_model(model)
         kept = self._kept_parameters(model)
         islands = self._islands(model, kept)
+        _check_buffers(model, islands)
         dtypes = {
             name: torch.float32 if param in kept else dtype
             for name, param in model.named_parameters()
@@ -171,7 +175,7 @@ class PolicyHandle:
     def __init__(self, plan: CastPlan) -> None:
         self.plan = plan
         self._handles: list[RemovableHandle] = []
-        self._take_back: Callable[[], None] | None = None
+        self._take_back = WeakHook()
         for module in plan.islands:
             self._hook_island(module)
         for module in plan.half_layers:
@@ -184,8 +188,8 @@ class PolicyHandle:
         return bool(self._handles)
 
     def attach(self, take_back: Callable[[], None]) -> None:
-        """Let ``remove`` call ``take_back`` first, to widen what has a master."""
-        self._take_back = take_back
+        """Let ``remove`` call the method ``take_back`` first, to widen what has a master."""
+        self._take_back = WeakHook(take_back)
 
     def remove(self) -> None:
         """Undo the conversion: no hooks, fp32 parameters.
@@ -197,8 +201,7 @@ class PolicyHandle:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            if self._take_back is not None:
-                self._take_back()
+            self._take_back()
             self._widen_halves()
 
     def _widen_halves(self) -> None:
@@ -242,20 +245,21 @@ def convert(model: nn.Module, dtype: torch.dtype = torch.float16, policy: CastPo
         ValueError: as ``CastPolicy.plan``, or if a weight exceeds the half
             range; nothing is changed.
     """
+    check_model_and_policy("convert", model, policy)
     plan = (policy or CastPolicy.default()).plan(unwrap(model), dtype)
     check_fits(plan)
     handle = PolicyHandle(plan)
-    cast_parameters_(plan, plan.dtypes)
+    cast_parameters_(plan)
     return handle
 
 
-def cast_parameters_(plan: CastPlan, names: Iterator[str] | Mapping[str, torch.dtype]) -> None:
-    """Give the named parameters their planned dtype, each in its own storage."""
+def cast_parameters_(plan: CastPlan) -> None:
+    """Give every parameter its planned dtype, each in its own storage."""
     params = dict(plan.model.named_parameters())
-    for name in names:
-        if params[name].dtype != plan.dtypes[name]:
+    for name, dtype in plan.dtypes.items():
+        if params[name].dtype != dtype:
             params[name].grad = None
-            params[name].data = params[name].data.to(plan.dtypes[name])
+            params[name].data = params[name].data.to(dtype)
 
 
 def check_fits(plan: CastPlan) -> None:
@@ -284,18 +288,39 @@ def check_dtype(dtype: object) -> None:
         raise ValueError(f"dtype={dtype!r}: must be torch.float16 or torch.bfloat16. For fp32 use CastPolicy.fp32().")
 
 
+def check_model_and_policy(who: str, model: object, policy: object) -> None:
+    """Raise ``TypeError`` unless these are a module and a policy or ``None``."""
+    if policy is not None and not isinstance(policy, CastPolicy):
+        raise TypeError(f"{who}(policy={policy!r}): must be a CastPolicy. Start from CastPolicy.default().")
+    if not isinstance(model, nn.Module):
+        shown = repr(model)
+        shown = shown if len(shown) < 60 and "\n" not in shown else f"a {type(model).__name__}"
+        raise TypeError(f"{who}(model={shown}): must be an nn.Module. Pass the model the optimizer trains.")
+
+
 def _check_model(model: nn.Module) -> None:
     hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     if any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks):
         raise ValueError(
-            "the model is converted already: converting it twice would round its weights again. Wrap a further "
-            "optimizer without model=, or undo the first conversion with its handle's remove()."
+            "the model is converted already: converting it twice would round its weights again. Give one optimizer "
+            "several groups, or undo the first conversion with its handle's remove()."
         )
     for name, param in model.named_parameters():
         if nn.parameter.is_lazy(param):
             raise ValueError(f"parameter {name!r} is not initialised yet: run one forward pass before converting.")
         if param.dtype == torch.float64:
             raise ValueError(f"parameter {name!r} is float64: masters are fp32. Call model.float() first.")
+
+
+def _check_buffers(model: nn.Module, islands: list[nn.Module]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for island in islands:
+        for name, buffer in island.named_buffers():
+            if buffer.dtype in HALF_DTYPES:
+                raise ValueError(
+                    f"buffer '{names[island]}.{name}' is {buffer.dtype}, but its module computes in fp32. "
+                    "Call model.float() before converting, not model.half()."
+                )
 
 
 def _is_parametrized(module: nn.Module) -> bool:

@@ -28,13 +28,13 @@ class StepReport:
         """Global L2 norm of the unscaled gradients, before clipping.
 
         inf or NaN after a skipped step, ``None`` when there were no gradients.
-        Syncs: one read.
+        Syncs: none in the eager tier.
         """
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def loss_scale(self) -> float | None:
-        """The S that the step's gradients were divided by. Syncs: one read."""
+        """The S that the step's gradients were divided by. Syncs: none in the eager tier."""
         return None if self._loss_scale is None else float(self._loss_scale)
 
     def __repr__(self) -> str:

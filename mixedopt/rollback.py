@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from mixedopt.casting import WeakHook
 from mixedopt.masters import Bucket
 
 
@@ -34,7 +35,8 @@ class NormStatistics:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         self._saved: list[tuple[Tensor, Tensor]] = []
-        self._handles: list[RemovableHandle] = [m.register_forward_pre_hook(self._before) for m in self._layers]
+        hook = WeakHook(self._before)
+        self._handles: list[RemovableHandle] = [m.register_forward_pre_hook(hook) for m in self._layers]
 
     def restore_(self) -> None:
         """Write the statistics back as they were, and close the window."""
@@ -59,7 +61,7 @@ class NormStatistics:
 
 
 class FirstStep:
-    """Context of an inner optimizer's first step: if it raises, all is undone.
+    """Context of a first step over parameters of some kind: if it raises, all is undone.
 
     Optimizers refuse what they cannot do in the middle of their first step
     (Adafactor an empty tensor), with part of the weights moved. Masters and

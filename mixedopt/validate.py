@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt.flat import plan_layout
+from mixedopt.groups import is_wrapped
 from mixedopt.masters import HALF_DTYPES
-from mixedopt.policy import CastPolicy, check_dtype
+from mixedopt.policy import check_dtype, check_model_and_policy
 
 dtype = check_dtype
 
@@ -24,8 +25,8 @@ def optimizer(value: object) -> None:
     """Raise ``TypeError`` unless ``value`` can be wrapped."""
     if not isinstance(value, torch.optim.Optimizer):
         raise TypeError(f"{WHO}(optimizer={_kind(value)}): must be a torch.optim.Optimizer instance. Build one first.")
-    if type(value).__module__.startswith("mixedopt."):
-        raise TypeError(f"{WHO}(optimizer={WHO}(...)): is wrapped already. Wrap the bare optimizer once.")
+    if type(value).__module__.startswith("mixedopt.") or is_wrapped(value):
+        raise TypeError(f"{WHO}(optimizer={type(value).__name__}(...)): is wrapped already. Wrap a bare one, once.")
     closure = inspect.signature(value.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(
@@ -34,14 +35,12 @@ def optimizer(value: object) -> None:
         )
 
 
-def policy(value: object, model: nn.Module | None) -> None:
+def policy(value: object, model: object) -> None:
     """Raise unless ``value`` is a policy and has a model to work on."""
-    if value is not None and not isinstance(value, CastPolicy):
-        raise TypeError(f"{WHO}(policy={value!r}): must be a CastPolicy. Start from CastPolicy.default().")
-    if value is not None and model is None:
+    if model is None and value is not None:
         raise ValueError(f"{WHO}(policy=...): needs a model to convert. Pass model=, or leave policy out.")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"{WHO}(model={_kind(model)}): must be an nn.Module. Pass the model the optimizer trains.")
+    if model is not None:
+        check_model_and_policy(WHO, model, value)
 
 
 def max_grad_norm(value: object) -> None:

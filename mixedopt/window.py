@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mixedopt.errors import StepOrderError
+from mixedopt.flat import Kind
 from mixedopt.gradients import GradientBuffer, global_norm, largest
 from mixedopt.masters import Bucket, MasterWeights
 
@@ -32,7 +33,6 @@ class Window:
         self._buffers: list[GradientBuffer] = []
         self._views: list[list[Tensor | None]] = []
         self.unscaled = False
-        self.scaled_a_loss = False
 
     def collect_(self) -> bool:
         """Move the gradients into the flat buffers. Syncs: none.
@@ -90,12 +90,13 @@ class Window:
         flags = [[view is not None for view in views] for views in self._views]
         return [None if all(mine) else mine for mine in flags]
 
-    def present(self) -> frozenset[str]:
-        """Return the names of the parameters that have a gradient."""
+    def kinds(self, *, beyond: frozenset[Kind]) -> frozenset[Kind]:
+        """Return the kinds of parameters that have a gradient, without ``beyond``."""
+        if all(bucket.layout.kinds <= beyond for bucket in self._masters.buckets):
+            return frozenset()
         pairs = zip(self._masters.buckets, self._views, strict=True)
-        return frozenset(
-            name for bucket, views in pairs for name, view in zip(bucket.names, views, strict=True) if view is not None
-        )
+        slots = ((s, v) for bucket, views in pairs for s, v in zip(bucket.layout.slots, views, strict=True))
+        return frozenset(slot.kind for slot, view in slots if view is not None) - beyond
 
     def first_bad(self) -> str | None:
         """Return the first parameter with an inf or NaN. Syncs: one each."""
@@ -120,7 +121,6 @@ class Window:
         for buffer in self._buffers:
             buffer.release(keep=keep_memory)
         self.unscaled = False
-        self.scaled_a_loss = False
 
     def _drop_model_grads(self) -> None:
         for bucket in self._masters.buckets:

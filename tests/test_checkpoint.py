@@ -644,3 +644,70 @@ def test_an_fp32_policy_saves_no_second_copy(device: torch.device, dtype: torch.
     for name, param in model.named_parameters():
         if param.requires_grad:
             assert saved[name].data_ptr() == param.data_ptr()
+
+
+# -- fp32 weights into a wrapped model -----------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "submodule"])
+def test_an_fp32_checkpoint_reaches_the_masters_unrounded(
+    whole: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Loading fp32 weights into the half model keeps the bits that the half weights cannot hold."""
+    weights = {k: v + 1e-4 for k, v in two_group_model(device).state_dict().items()}
+    model, optimizer = wrapped(device, dtype)
+    before = masters_of(optimizer)
+    if whole:
+        model.load_state_dict(weights)
+    else:
+        model.hidden.load_state_dict({k.removeprefix("hidden."): v for k, v in weights.items() if "hidden." in k})
+    touched = [name for name in before if whole or name.startswith("hidden.")]
+    for name, master in masters_of(optimizer).items():
+        assert torch.equal(weights[name] if name in touched else before[name], master), name
+    assert differs(before, masters_of(optimizer))
+    optimizer.zero_grad()
+    force_grads(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert all(torch.equal(weights[name], masters_of(optimizer)[name]) for name in touched)
+
+
+def test_an_exported_model_makes_the_round_trip(device: torch.device, dtype: torch.dtype) -> None:
+    """``master_state_dict`` into another wrapped model: the same masters, bit for bit."""
+    model, optimizer = wrapped(device, dtype)
+    train(model, optimizer, [0, 1])
+    twin, other = wrapped(device, dtype)
+    twin.load_state_dict(optimizer.master_state_dict())
+    assert_same(masters_of(optimizer), masters_of(other))
+
+
+def test_a_loaded_weight_beyond_the_half_range_is_named(device: torch.device) -> None:
+    """It would become inf in the model: refused before its module is written."""
+    model, optimizer = wrapped(device, torch.float16)
+    weights = {k: v.clone() for k, v in two_group_model(device).state_dict().items()}
+    weights["hidden.weight"][0, 0] = 1e6
+    before = model.hidden.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"parameter 'hidden.weight' holds 1e\+06, beyond"):
+        model.load_state_dict(weights)
+    assert torch.equal(before, model.hidden.weight)
+    assert optimizer.applied_steps == 0
+
+
+@pytest.mark.parametrize("call", ["load a plain state", "load without strict", "publish"])
+def test_weights_loaded_just_before_are_not_overwritten(call: str, device: torch.device, dtype: torch.dtype) -> None:
+    """What was written into the model before the call is in the masters after it, not the other way round."""
+    plain = two_group_model(device)
+    inner = make_adamw(two_groups(plain))
+    loss_of(plain, 0).backward()
+    inner.step()
+    model, optimizer = wrapped(device, dtype)
+    with torch.no_grad():
+        model.hidden.weight.fill_(0.25)
+    if call == "publish":
+        optimizer.publish()
+    else:
+        optimizer.load_state_dict(copy.deepcopy(inner.state_dict()), strict=call == "load a plain state")
+    assert (model.hidden.weight == 0.25).all()
+    assert (masters_of(optimizer)["hidden.weight"] == 0.25).all()
+    assert torch.equal(masters_of(optimizer)["branch.weight"], two_group_model(device).branch.weight)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from models import (
     assert_same,
     force_grads,
     loss_of,
+    masters_of,
     overflow,
     seeded,
     snapshot,
@@ -175,7 +178,7 @@ def test_a_wrapper_is_not_wrapped_again(device: torch.device, dtype: torch.dtype
     """Two wrappers around one optimizer would divide by two scales."""
     model, optimizer = wrapped(device, dtype)
     before = snapshot(model, optimizer)
-    with pytest.raises(TypeError, match=r"is wrapped already\. Wrap the bare optimizer once\."):
+    with pytest.raises(TypeError, match=r"is wrapped already\. Wrap a bare one, once\."):
         MixedPrecisionOptimizer(optimizer)
     assert_same(before, snapshot(model, optimizer))
 
@@ -218,7 +221,7 @@ def test_a_model_is_not_converted_twice(device: torch.device, dtype: torch.dtype
     """A second conversion would round twice: convert, convert and wrap, wrap and convert."""
     model = two_group_model(device)
     handle = convert(model, dtype)
-    match = r"the model is converted already: converting it twice would round its weights again\. Wrap a further"
+    match = r"is converted already: converting it twice would round its weights again\. Give one optimizer several"
     refuse(ValueError, match, model, make_adamw(two_groups(model)), dtype=dtype)
     with pytest.raises(ValueError, match=match):
         convert(model, dtype)
@@ -503,7 +506,7 @@ def test_a_state_dict_inside_a_window_is_refused(device: torch.device, dtype: to
             optimizer.unscale_()
         before = snapshot(model, None)
         with pytest.raises(
-            StepOrderError, match=r"^state_dict\(\) inside a window would lose its gradients\. Call step\(\)"
+            StepOrderError, match=r"^state_dict\(\) inside a window would lose its gradients\. Call it after step"
         ):
             optimizer.state_dict()
         with pytest.raises(StepOrderError, match=r"load_state_dict\(\) inside a window would lose its gradients"):
@@ -599,3 +602,44 @@ def test_params_of_a_view_cannot_be_written(device: torch.device, dtype: torch.d
     with pytest.raises(ValueError, match=r"\['params'\] cannot be deleted"):
         del optimizer.param_groups[0]["params"]
     assert optimizer.param_groups[0]["params"]
+
+
+def test_an_optimizer_has_one_wrapper(device: torch.device, dtype: torch.dtype) -> None:
+    """The second one would own masters of masters, and the model would stand still."""
+    _, optimizer = wrapped(device, dtype)
+    with pytest.raises(TypeError, match=r"\(optimizer=AdamW\(...\)\): is wrapped already\. Wrap a bare one, once\."):
+        MixedPrecisionOptimizer(optimizer.inner)
+
+
+def test_the_inner_optimizer_steps_only_through_its_wrapper(device: torch.device, dtype: torch.dtype) -> None:
+    """Called directly it would leave the model behind: refused, until ``remove`` gives it back."""
+    model, optimizer = wrapped(device, dtype)
+    force_grads(optimizer, 1.0)
+    optimizer.unscale_()
+    before = snapshot(model, optimizer)
+    with pytest.raises(StepOrderError, match=r"AdamW.step\(\) was called directly, but it is wrapped"):
+        optimizer.inner.step()
+    assert_same(before, snapshot(model, optimizer))
+    optimizer.step()
+    assert optimizer.last_step.applied
+    optimizer.policy_handle.remove()
+    optimizer.inner.step()
+
+
+def test_a_copy_of_the_model_is_watched_by_nobody(device: torch.device, dtype: torch.dtype) -> None:
+    """Loading into a deep copy, or training it, leaves the original's masters alone; the optimizer can die."""
+    model, optimizer = wrapped(device, dtype)
+    before = masters_of(optimizer)
+    twin = copy.deepcopy(model)
+    twin.load_state_dict({k: torch.zeros_like(v) for k, v in two_group_model(device).state_dict().items()})
+    assert_same(before, masters_of(optimizer))
+    assert (twin.hidden.weight == 0).all()
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
+    model.load_state_dict(twin.state_dict())
+    assert (model.hidden.weight == 0).all()

@@ -118,7 +118,7 @@ def test_scalar_empty_and_single_element_tensors_have_slots(device: torch.device
 
 def test_layout_of_nothing_and_of_empty_tensors_is_empty(device: torch.device) -> None:
     """No values, no buffer, and views still work."""
-    assert plan_layout([]) == Layout((), 0)
+    assert plan_layout([]) == Layout((), 0, frozenset())
     layout = plan_layout([("a", torch.zeros(0, device=device)), ("b", torch.zeros(3, 0, device=device))])
 
     assert (0, 0) == (layout.numel, layout.size)

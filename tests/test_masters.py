@@ -178,7 +178,8 @@ def test_bucket_of_ten_values_has_a_layout_of_ten_in_sixty_four(device: torch.de
     """The same, one room below: layout.numel is 10, its size 64."""
     masters = MasterWeights()
     param = nn.Parameter(torch.ones(10, device=device))
-    (bucket,) = masters.extend([("a", param)], [dtype])
+    masters.extend([("a", param)], [dtype])
+    (bucket,) = masters.buckets
 
     assert (10, 64) == (bucket.layout.numel, bucket.layout.size)
     assert 64 == bucket.flat_master.numel() == bucket.flat_model.numel()
@@ -191,13 +192,14 @@ def test_one_bucket_per_dtype_and_older_masters_stay_where_they_are(device: torc
     masters = MasterWeights()
     params = [nn.Parameter(torch.randn(3, device=device)) for _ in range(5)]
     dtypes = [torch.float16, torch.float32, torch.bfloat16, torch.float16]
-    made = masters.extend([(f"p{i}", p) for i, p in enumerate(params[:4])], dtypes)
-    pointers = [master.data_ptr() for _, master in masters.named()]
+    masters.extend([(f"p{i}", p) for i, p in enumerate(params[:4])], dtypes)
+    pointers = [masters.of[param].data_ptr() for param in params[:4]]
     masters.extend([("p4", params[4])], [torch.float16])
 
-    assert [torch.float16, torch.float32, torch.bfloat16] == [bucket.dtype for bucket in made]
-    assert ["p0", "p3", "p1", "p2", "p4"] == [name for name, _ in masters.named()]
-    assert pointers == [master.data_ptr() for _, master in masters.named()][:4]
+    half, single = torch.float16, torch.float32
+    assert [half, single, torch.bfloat16, half] == [bucket.dtype for bucket in masters.buckets]
+    assert [["p0", "p3"], ["p1"], ["p2"], ["p4"]] == [bucket.names for bucket in masters.buckets]
+    assert pointers == [masters.of[param].data_ptr() for param in params[:4]]
     assert dtypes == [param.dtype for param in params[:4]]
 
 

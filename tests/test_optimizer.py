@@ -528,3 +528,27 @@ def test_two_wrappers_may_share_a_model(device: torch.device, dtype: torch.dtype
     assert first.last_step.applied
     assert second.last_step.applied
     assert all(differs(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_zero_grad_between_scale_and_backward_is_no_forgotten_scale(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An ordinary order: scale the loss, drop the old gradients, run backward."""
+    model, optimizer = wrapped(device, torch.float16)
+    loss = optimizer.scale(loss_of(model, 0))
+    optimizer.zero_grad()
+    loss.backward()
+    with caplog.at_level(logging.WARNING, logger="mixedopt"):
+        optimizer.step()
+    assert optimizer.last_step.applied
+    assert caplog.records == []
+
+
+def test_masters_come_in_the_order_of_the_groups(device: torch.device, dtype: torch.dtype) -> None:
+    """Zipping them with the parameters of the groups pairs each with its own."""
+    _, optimizer = wrapped(device, dtype)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    masters = [master for _, master in optimizer.named_masters()]
+    assert len(trained) == len(masters)
+    assert all(torch.equal(param, master.to(param.dtype)) for param, master in zip(trained, masters, strict=True))
+    assert len({param.dtype for param in trained}) == 2

@@ -609,7 +609,7 @@ def test_kept_names_stay_fp32(globs: tuple[str, ...], fp32: set[str], device: to
             assert own == {used}, name
 
 
-@pytest.mark.parametrize("glob", ["nothing", "norm.weigh", "Hidden", ""])
+@pytest.mark.parametrize("glob", ["nothing", "norm.weigh", "Hidden"])
 def test_a_glob_that_matches_nothing_changes_nothing(glob: str, device: torch.device, dtype: torch.dtype) -> None:
     """A misspelt name raises before the first parameter is converted."""
     model = two_group_model(device)
@@ -818,3 +818,43 @@ def test_the_two_group_model_trains_as_the_fp32_one_does(device: torch.device, d
     assert loss_of(plain, 0).item() < 0.5 * first
     assert_same(frozen, model.frozen.weight.detach())
     assert len(two_groups(model)) == len(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("glob", ["", 3, ["head"], nn.Linear])
+def test_keep_takes_names_only(glob: object) -> None:
+    """What is no name is refused where it is written, not when a model comes."""
+    with pytest.raises(TypeError, match=r"CastPolicy.keep\(.*\): must be names, such as 'head' or '\*.router'"):
+        CastPolicy.default().keep(glob)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_half_buffers_of_an_fp32_module_are_refused(wrap: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """``model.half()`` rounded the statistics of a norm that is to compute in fp32."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device, dtype)
+    match = r"buffer '1.running_mean' is torch.*, but its module computes in fp32\. Call model.float\(\)"
+    with pytest.raises(ValueError, match=match):
+        MixedPrecisionOptimizer(make_adamw(model.parameters()), model, dtype=dtype) if wrap else convert(model, dtype)
+    assert set(hook_counts(model).values()) == {0}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at an output's grad
+@pytest.mark.parametrize("training", [True, False])
+def test_a_converted_model_compiles_into_one_graph(training: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """The cast hooks break no graph: ``fullgraph=True`` traces them, nested inputs included."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+
+        def forward(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+            return {"y": self.body(batch["x"][0])}
+
+    model = seeded(Nested, device).train(training)
+    convert(model, dtype)
+    batch = {"x": [torch.randn(3, 4, device=device)], "n": 3}
+    expected = model(batch)["y"]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(expected, compiled(batch)["y"])
+    assert expected.dtype == torch.float32
