@@ -71,7 +71,13 @@ class WeakHook:
         self._method = None if method is None else weakref.WeakMethod(method)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the method, if its object is still there."""
+        """Call the method, if its object is still there.
+
+        Not inside a compiled graph, where a write to the object would be
+        replayed after the graph, too late.
+        """
+        if torch.compiler.is_compiling():
+            return None
         method = None if self._method is None else self._method()
         return None if method is None else method(*args)
 

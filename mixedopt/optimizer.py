@@ -99,7 +99,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         names = validate.parameters(optimizer, root)
         dtypes = {p: p.dtype if plan is None else plan.dtypes.get(name, p.dtype) for p, name in names.items()}
         config = resolve_config(loss_scale, needs_scaling=torch.float16 in dtypes.values())
-        if plan is not None:
+        if plan is None:
+            validate.warn_if_all_fp32(dtypes.values())
+        else:
             check_fits(plan)
 
         init_protocol(self, optimizer)
@@ -189,8 +191,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             LossScaleError: after too many skips in a row with S at its floor;
                 weights and state are as before.
-            ValueError: a gradient is sparse, a weight no longer fits its half
-                format, or a parameter was moved; nothing has been changed.
+            ValueError: a gradient is sparse or a parameter was moved, and
+                nothing has been changed; or a weight has left the half range,
+                at most ``RANGE_CHECK_INTERVAL`` applied steps ago.
             StepOrderError: a backward followed ``unscale_``.
 
         Syncs: one host read.
@@ -206,10 +209,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window, the model's and the masters'.
-
-        ``set_to_none=False`` writes zeros into the model's gradients instead.
-        """
+        """Drop the gradients of the window; ``set_to_none=False`` writes zeros."""
         for param in self._names:
             if set_to_none or param.grad is None:
                 param.grad = None

@@ -25,8 +25,9 @@ from mixedopt.masters import Bucket
 class NormStatistics:
     """Running statistics of norm layers as they were when the window began.
 
-    A window begins with the first train-mode forward after a step. The copy is
-    taken then, for all layers at once, by a hook on each norm layer.
+    A window begins with the first train-mode forward after a step: a hook on
+    each norm layer copies all of them then. A compiled model runs no hook; for
+    it the copy made at the end of the last step stands.
 
     Args:
         model: every norm layer with running statistics inside it is watched.
@@ -34,20 +35,24 @@ class NormStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-        self._saved: list[tuple[Tensor, Tensor]] = []
+        self._live: list[Tensor] = []
+        self._saved: list[Tensor] = []
+        self._versions: list[int] = []
+        self._open = False
         hook = WeakHook(self._before)
         self._handles: list[RemovableHandle] = [m.register_forward_pre_hook(hook) for m in self._layers]
+        self._save_()
 
     def restore_(self) -> None:
-        """Write the statistics back as they were, and close the window."""
-        if self._saved:
-            with torch.no_grad():
-                torch._foreach_copy_([live for live, _ in self._saved], [old for _, old in self._saved])
-        self.close()
+        """Write the statistics back as they were."""
+        moved = [buffer._version for buffer in self._live] != self._versions
+        if self._layers and moved:
+            _copy_(self._live, self._saved)
 
     def close(self) -> None:
-        """Forget the copy: the next train-mode forward opens a new window."""
-        self._saved = []
+        """End the window: what is there now stands."""
+        self._open = False
+        self._save_()
 
     def remove(self) -> None:
         """Stop watching."""
@@ -55,9 +60,26 @@ class NormStatistics:
             handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module.training and not self._saved:
-            live = [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
-            self._saved = [(buffer, buffer.clone()) for buffer in live]
+        if module.training and not self._open:
+            self._open = True
+            self._save_()
+
+    def _save_(self) -> None:
+        live = [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
+        versions = [buffer._version for buffer in live]
+        if [id(buffer) for buffer in live] != [id(buffer) for buffer in self._live]:
+            self._saved = [buffer.clone() for buffer in live]
+        elif versions != self._versions:
+            _copy_(self._saved, live)
+        self._live, self._versions = live, versions
+
+
+@torch.no_grad()
+def _copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy in one call per dtype: mixed lists take torch's slow path."""
+    for dtype in {target.dtype for target in targets}:
+        pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.dtype == dtype]
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 class FirstStep:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from mixedopt.masters import HALF_DTYPES
 from mixedopt.policy import check_dtype, check_model_and_policy
 
 dtype = check_dtype
+
+logger = logging.getLogger("mixedopt")
 
 WHO = "MixedPrecisionOptimizer"
 TRAINABLE = (*HALF_DTYPES, torch.float32)
@@ -120,6 +123,15 @@ def new_parameters(
             raise ValueError(f"{WHO}: parameter {name!r} is {param.dtype}: must be fp16, bf16 or fp32. Convert it.")
         fresh[param] = name
     return fresh
+
+
+def warn_if_all_fp32(dtypes: Iterable[torch.dtype]) -> None:
+    """Log at WARNING if nothing is half: most likely ``model=`` was forgotten."""
+    if not any(dtype in HALF_DTYPES for dtype in dtypes):
+        logger.warning(
+            "no parameter is half and no model was given: training stays in fp32. "
+            "Pass model= to convert it, or convert it before."
+        )
 
 
 def group_params(group: Mapping[str, Any]) -> tuple[list[Any], list[str] | None]:

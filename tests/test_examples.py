@@ -104,11 +104,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_a_block_of_the_readme_runs(block: str) -> None:
-    """A newcomer can paste it."""
+def test_the_python_blocks_of_the_readme_run() -> None:
+    """A newcomer can paste them, one after the other."""
+    assert len(blocks("python")) > 1
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile("\n".join(blocks("python")), "README.md", "exec"), {})
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:

@@ -20,6 +20,7 @@ from models import (
     overflow,
     snapshot,
     train,
+    two_group_model,
     vector,
     wrapped,
 )
@@ -552,3 +553,16 @@ def test_masters_come_in_the_order_of_the_groups(device: torch.device, dtype: to
     assert len(trained) == len(masters)
     assert all(torch.equal(param, master.to(param.dtype)) for param, master in zip(trained, masters, strict=True))
     assert len({param.dtype for param in trained}) == 2
+
+
+@pytest.mark.parametrize("kind", ["fp32", "half", "with a model"])
+def test_a_forgotten_model_is_logged(kind: str, device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """An fp32 model that nobody converts trains in fp32: said once, when wrapping."""
+    model = two_group_model(device)
+    if kind == "half":
+        model.half()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="mixedopt"):
+        MixedPrecisionOptimizer(inner, model if kind == "with a model" else None)
+    expected = ["no parameter is half and no model was given: training stays in fp32."] if kind == "fp32" else []
+    assert expected == [record.getMessage()[:68] for record in caplog.records]

@@ -355,3 +355,41 @@ def test_skip_by_dynamic_scale_in_bf16_is_rolled_back(device: torch.device) -> N
     assert optimizer.last_step.skipped
     assert optimizer.loss_scale == 4.0
     assert differences(before, snapshot(optimizer, net)) == []
+
+
+def compiled_norm_model(device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """Return a model with statistics, and the same compiled in one graph."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+    return model, torch.compile(model, backend="eager", fullgraph=True)
+
+
+def test_statistics_of_a_compiled_model_go_back_too(dtype: torch.dtype, device: torch.device) -> None:
+    """No hook runs inside the graph; a skip takes back what the forwards since the last step did."""
+    torch._dynamo.reset()
+    model, compiled = compiled_norm_model(device)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, dtype=dtype, loss_scale=8.0)
+    x = torch.randn(16, 4, device=device)
+    seen = []
+    for factor in (math.inf, 1.0, math.inf, 1.0):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        loss = compiled(x).square().mean() * factor
+        assert not torch.equal(before["1.running_mean"], model[1].running_mean)
+        optimizer.backward(loss)
+        optimizer.step()
+        seen.append(all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers()))
+    assert [True, False, True, False] == seen
+
+
+def test_statistics_loaded_between_steps_are_what_a_skip_goes_back_to(dtype: torch.dtype, device: torch.device) -> None:
+    """The window begins with the forward, so a load before it is not undone."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, dtype=dtype, loss_scale=8.0)
+    x = torch.randn(16, 4, device=device)
+    optimizer.backward(model(x).square().mean())
+    optimizer.step()
+    model[1].load_state_dict({**model[1].state_dict(), "running_mean": torch.full((8,), 3.0)})
+    optimizer.backward(model(x).square().mean() * math.inf)
+    assert not (model[1].running_mean == 3.0).all()
+    optimizer.step()
+    assert optimizer.last_step.skipped
+    assert (model[1].running_mean == 3.0).all()
