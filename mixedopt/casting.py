@@ -25,39 +25,35 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     bools, complex and quantised tensors and all other objects pass untouched;
     what needs no cast comes back as the same object. Differentiable.
     """
+    if not _needs_cast(value, dtype):
+        return value
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+        return value.to(dtype)
     if isinstance(value, (list, tuple)):
         items = [cast(item, dtype) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        changed = _changed(value, dtype)
-        return _updated(value, changed) if changed else value
+        # A copy keeps the subclass (OrderedDict, the outputs of transformers); torch.compile traces dict() alone.
+        new = dict(value) if type(value) is dict else copy.copy(value)
+        for key, item in value.items():
+            new[key] = cast(item, dtype)
+        return new
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    return dataclasses.replace(value, **{name: cast(item, dtype) for name, item in fields.items()})
+
+
+def _needs_cast(value: Any, dtype: torch.dtype) -> bool:
+    """Return True iff there is a floating tensor of another dtype inside."""
+    if isinstance(value, Tensor):
+        return value.dtype in CASTABLE and value.dtype != dtype
+    if isinstance(value, (list, tuple)):
+        return any([_needs_cast(item, dtype) for item in value])  # noqa: C419 (torch.compile traces no generator)
+    if isinstance(value, dict):
+        return any([_needs_cast(item, dtype) for item in value.values()])  # noqa: C419
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = _changed(fields, dtype)
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
-
-
-def _changed(mapping: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
-    # Plain loops: torch.compile traces this, and no walrus inside a comprehension.
-    changed = {}
-    for key, old in mapping.items():
-        new = cast(old, dtype)
-        if new is not old:
-            changed[key] = new
-    return changed
-
-
-def _updated(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
-    # A copy keeps the subclass (OrderedDict, the outputs of transformers); torch.compile traces dict() alone.
-    new = dict(mapping) if type(mapping) is dict else copy.copy(mapping)
-    for key, item in changed.items():
-        new[key] = item
-    return new
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+        return any([_needs_cast(item, dtype) for item in inside])  # noqa: C419
+    return False
 
 
 class WeakHook:
