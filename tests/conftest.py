@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
 settings.register_profile("dev", max_examples=50, **COMMON)
-settings.register_profile("ci", max_examples=100, **COMMON)
+settings.register_profile("ci", max_examples=200, **COMMON)
 settings.register_profile("thorough", max_examples=2000, **COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
