@@ -44,6 +44,11 @@ def policy(value: object, model: object) -> None:
         raise ValueError(f"{WHO}(policy=...): needs a model to convert. Pass model=, or leave policy out.")
     if model is not None:
         check_model_and_policy(WHO, model, value)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"{WHO}(model=DistributedDataParallel(...)): its buckets are made for fp32 gradients, which become half. "
+            "Wrap the optimizer around the bare model first, then the model in DistributedDataParallel."
+        )
 
 
 def max_grad_norm(value: object) -> None:
