@@ -17,3 +17,9 @@ class CheckpointError(ValueError):
 
 class StepOrderError(RuntimeError):
     """A method was called at a moment when its effect would be wrong."""
+
+
+def shown(value: object) -> str:
+    """Return ``value`` as a message shows it: on one line, by its type if it is long."""
+    text = repr(value)
+    return text if len(text) < 60 and "\n" not in text else f"a {type(value).__name__}"

@@ -20,6 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, WeakHook
+from mixedopt.errors import shown
 from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
 
 NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
@@ -293,9 +294,7 @@ def check_model_and_policy(who: str, model: object, policy: object) -> None:
     if policy is not None and not isinstance(policy, CastPolicy):
         raise TypeError(f"{who}(policy={policy!r}): must be a CastPolicy. Start from CastPolicy.default().")
     if not isinstance(model, nn.Module):
-        shown = repr(model)
-        shown = shown if len(shown) < 60 and "\n" not in shown else f"a {type(model).__name__}"
-        raise TypeError(f"{who}(model={shown}): must be an nn.Module. Pass the model the optimizer trains.")
+        raise TypeError(f"{who}(model={shown(model)}): must be an nn.Module. Pass the model the optimizer trains.")
 
 
 def _check_model(model: nn.Module) -> None:

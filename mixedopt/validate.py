@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixedopt.errors import shown
 from mixedopt.flat import plan_layout
 from mixedopt.groups import is_wrapped
 from mixedopt.masters import HALF_DTYPES
@@ -27,7 +28,7 @@ TRAINABLE = (*HALF_DTYPES, torch.float32)
 def optimizer(value: object) -> None:
     """Raise ``TypeError`` unless ``value`` can be wrapped."""
     if not isinstance(value, torch.optim.Optimizer):
-        raise TypeError(f"{WHO}(optimizer={_kind(value)}): must be a torch.optim.Optimizer instance. Build one first.")
+        raise TypeError(f"{WHO}(optimizer={shown(value)}): must be a torch.optim.Optimizer instance. Build one first.")
     if type(value).__module__.startswith("mixedopt.") or is_wrapped(value):
         raise TypeError(f"{WHO}(optimizer={type(value).__name__}(...)): is wrapped already. Wrap a bare one, once.")
     closure = inspect.signature(value.step).parameters.get("closure")
@@ -66,12 +67,6 @@ def choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         options = " or ".join(repr(option) for option in allowed)
         raise ValueError(f"{WHO}({name}={value!r}): must be {options} in this version. Leave it out for the default.")
-
-
-def _kind(value: object) -> str:
-    """Return a short text, on one line, in the place of a long value."""
-    shown = repr(value)
-    return shown if len(shown) < 60 and "\n" not in shown else f"a {type(value).__name__}"
 
 
 def loss(value: object) -> None:

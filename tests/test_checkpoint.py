@@ -338,7 +338,7 @@ def test_a_failed_load_changes_nothing(kind: str, device: torch.device, dtype: t
 
 
 SCALE = ("mixedopt", "loss_scale", "state", "scale")
-UNCHECKED: dict[str, Callable[[dict[str, Any]], Any]] = {
+CORRUPTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "scale NaN": put(*SCALE, value=float("nan")),
     "scale zero": put(*SCALE, value=0.0),
     "scale negative": put(*SCALE, value=-2.0),
@@ -358,10 +358,10 @@ UNCHECKED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", list(UNCHECKED))
+@pytest.mark.parametrize("kind", list(CORRUPTED))
 def test_a_corrupted_state_dict_is_refused(kind: str, device: torch.device, dtype: torch.dtype) -> None:
     """A value that could not have been saved is a ``CheckpointError``, at load and not at a later step."""
-    refuse("Nothing was loaded", quiet(UNCHECKED[kind]), device, dtype)
+    refuse("Nothing was loaded", quiet(CORRUPTED[kind]), device, dtype)
 
 
 @pytest.mark.parametrize("dynamic_saved", [True, False])
