@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from mixedopt import checkpoint, validate
 from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
-from mixedopt.groups import GroupView, init_protocol, rekey_
+from mixedopt.groups import GroupView, init_protocol
 from mixedopt.loading import Fp32Loads
 from mixedopt.loss_scale import LossScaleConfig, resolve_config, state_from_dict, state_to_dict
-from mixedopt.masters import MasterWeights
 from mixedopt.policy import CastPolicy, PolicyHandle, cast_parameters_, check_fits, unwrap
 from mixedopt.report import StepReport
 from mixedopt.rollback import NormStatistics
+from mixedopt.roster import Roster
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -105,21 +105,16 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             check_fits(plan)
 
         init_protocol(self, optimizer)
-        self._inner = optimizer
-        self._root = root
-        self._names = names
-        self._groups = [GroupView(optimizer, i, list(g["params"])) for i, g in enumerate(optimizer.param_groups)]
-        self._masters = MasterWeights()
+        self._roster = Roster(optimizer, root, names, dtypes)
         statistics = NormStatistics(root) if root is not None and restore_buffers else None
-        self._tier = EagerTier(optimizer, self._masters, config, max_grad_norm, statistics)
-        self._adopt([param for param in names if param.requires_grad], dtypes)
+        self._tier = EagerTier(optimizer, self._roster.masters, config, max_grad_norm, statistics)
         self._handle: PolicyHandle | None = None
         self._loads: Fp32Loads | None = None
         if plan is not None:
             cast_parameters_(plan)
             self._handle = PolicyHandle(plan)
             self._handle.attach(self._return_to_fp32)
-            self._loads = Fp32Loads(plan.model, self._masters)
+            self._loads = Fp32Loads(plan.model, self._roster.masters)
 
     # -- the loop ---------------------------------------------------------
 
@@ -172,7 +167,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._check_in_force()
         self._check_not_unscaled("unscale_()")
         with torch.no_grad():
-            self._adopt_unfrozen()
+            self._roster.adopt_unfrozen_()
             self._tier.unscale_()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -204,13 +199,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._adopt_unfrozen()
+            self._roster.adopt_unfrozen_()
             self._tier.step_()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window; ``set_to_none=False`` writes zeros."""
-        for param in self._names:
+        for param in self._roster.names:
             if set_to_none or param.grad is None:
                 param.grad = None
             else:
@@ -222,7 +217,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def inner(self) -> torch.optim.Optimizer:
         """The wrapped optimizer; its parameters are the masters."""
-        return self._inner
+        return self._roster.inner
 
     @property
     def tier(self) -> str:
@@ -261,19 +256,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[GroupView]:  # type: ignore[override]
         """Live views of the inner optimizer's groups."""
-        return self._groups
+        return self._roster.groups
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """Model parameter -> the inner optimizer's state of its master."""
-        held = {param: self._masters.of.get(param, param) for param in self._names}
-        return {param: self._inner.state[key] for param, key in held.items() if key in self._inner.state}
+        return self._roster.state()
 
     # -- masters ----------------------------------------------------------
 
     def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (canonical name, fp32 master) in group order; edit, then ``publish()``."""
-        yield from ((name, self._masters.of[p]) for p, name in self._names.items() if p in self._masters.of)
+        """Iterate over (canonical name, fp32 master) in group order; edit, then ``publish()``."""
+        return self._roster.named_masters()
 
     def master_state_dict(self) -> dict[str, Any]:
         """Return the fp32 model's state dict: weights from the masters.
@@ -281,8 +275,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Frozen half parameters are widened, tied names all appear, tensors are
         copies; it loads into the unconverted model with ``strict=True``.
         """
-        self._masters.adopt_edits_()
-        return self._masters.export(self._root)
+        self._roster.masters.adopt_edits_()
+        return self._roster.masters.export(self._roster.root)
 
     def refresh_masters(self) -> None:
         """Take weights edited in the model into the masters.
@@ -292,7 +286,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         itself; edits through ``param.data`` need this call. Syncs: none.
         """
         self._check_in_force()
-        self._masters.refresh_()
+        self._roster.masters.refresh_()
 
     def publish(self) -> None:
         """Write the masters into the model, after editing them.
@@ -302,9 +296,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 written. Syncs: one read per parameter.
         """
         self._check_in_force()
-        self._masters.adopt_edits_()
-        self._masters.check_range()
-        self._masters.publish_()
+        self._roster.masters.adopt_edits_()
+        self._roster.masters.check_range()
+        self._roster.masters.publish_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of any supported dtype, with masters, as torch does.
@@ -314,37 +308,12 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 here; nothing is changed.
         """
         self._check_in_force()
-        params, given = validate.group_params(param_group)
-        fresh = validate.new_parameters(params, self._names, self._root, len(self._groups), given)
-        members = list(zip(given, params, strict=True)) if given else params
-        self._inner.add_param_group({**param_group, "params": members})
-        self._names.update(fresh)
-        self._groups.append(GroupView(self._inner, len(self._groups), params))
-        self._adopt_late([param for param in fresh if param.requires_grad])
-
-    def _adopt(self, params: list[nn.Parameter], dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
-        """Make masters for ``params`` and hand them to the inner optimizer."""
-        named = [(self._names[param], param) for param in params]
-        self._masters.extend(named, [dtypes[param] for param in params])
-        rekey_(self._inner, {param: self._masters.of[param] for param in params})
-
-    def _adopt_late(self, params: list[nn.Parameter]) -> None:
-        """Make masters in mid-life: dtypes and gradients stay as they are."""
-        grads = [param.grad for param in params]
-        self._adopt(params, {param: param.dtype for param in params})
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-
-    def _adopt_unfrozen(self) -> None:
-        if len(self._masters.of) < len(self._names):
-            self._adopt_late([p for p in self._names if p.grad is not None and p not in self._masters.of])
+        self._roster.add_group_(param_group)
 
     def _return_to_fp32(self) -> None:
         """Leave the model fp32 and the inner optimizer in charge of it."""
         self._tier.window.close()
-        self._masters.adopt_edits_()
-        self._masters.widen_()
-        rekey_(self._inner, {master: param for param, master in self._masters.of.items()})
+        self._roster.return_()
         for watch in (self._tier.statistics, self._loads, self._tier.guard):
             if watch is not None:
                 watch.remove()
@@ -361,7 +330,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StepOrderError: inside a window, whose gradients it would lose.
         """
         self._check_between_steps("state_dict()")
-        self._masters.adopt_edits_()
+        self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         extras = {
@@ -369,7 +338,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             "applied_steps": self._tier.applied_steps,
             "skipped_steps": self._tier.skipped_steps,
         }
-        packed = checkpoint.pack(self._inner.state_dict(), self._places(), extras)
+        packed = checkpoint.pack(self.inner.state_dict(), self._roster.places(), extras)
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -391,40 +360,25 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StepOrderError: inside a window. Syncs: one read per parameter.
         """
         self._check_between_steps("load_state_dict()")
-        self._masters.adopt_edits_()
+        self._roster.masters.adopt_edits_()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, dict(state_dict)) or state_dict
-        sizes = [len(group["params"]) for group in self._groups]
-        saved = checkpoint.unpack(state_dict, self._places(), sizes, strict=strict)
+        sizes = [len(group["params"]) for group in self._roster.groups]
+        saved = checkpoint.unpack(state_dict, self._roster.places(), sizes, strict=strict)
         config, scale = self._tier.config, self._tier.scale
         if saved.extras is not None:
             config, scale = state_from_dict(saved.extras["loss_scale"], config, scale.scale.device)
-        checkpoint.load_inner_(self._inner, saved)
+        checkpoint.load_inner_(self.inner, saved)
         self._tier.config = config
         self._tier.scale.assign_(scale)
         if saved.extras is not None:
             self._tier.applied_steps = saved.extras["applied_steps"]
             self._tier.skipped_steps = saved.extras["skipped_steps"]
-        self._load_masters({list(self._names)[index]: master for index, master in saved.masters.items()})
+        self._roster.load_masters_(saved.masters)
         self._tier.finish_(StepReport())
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
         return saved.keys
-
-    def _places(self) -> list[checkpoint.Place]:
-        masters, state = self._masters.of, self._inner.state
-        return [
-            checkpoint.Place(name, param, masters.get(param), state.get(masters.get(param, param), {}))
-            for param, name in self._names.items()
-        ]
-
-    def _load_masters(self, saved: Mapping[nn.Parameter, Tensor]) -> None:
-        """Write masters, also of parameters that are frozen here, and publish."""
-        self._adopt_late([param for param in saved if param not in self._masters.of])
-        with torch.no_grad():
-            for param, value in saved.items():
-                self._masters.of[param].copy_(value)
-        self._masters.publish_()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -444,7 +398,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def _check_between_steps(self, call: str) -> None:
         self._check_in_force()
-        if self._tier.window.unscaled or any(param.grad is not None for param in self._names):
+        if self._tier.window.unscaled or self._roster.has_gradients():
             raise StepOrderError(
                 f"{call} inside a window would lose its gradients. Call it after step(), or zero_grad() first."
             )

@@ -1,0 +1,117 @@
+"""The roster: which parameters an optimizer trains, their names, groups and masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixedopt import validate
+from mixedopt.checkpoint import Place
+from mixedopt.groups import GroupView, rekey_
+from mixedopt.masters import MasterWeights
+
+
+class Roster:
+    """The parameters of one optimizer, and the masters that it was handed.
+
+    Invariants between calls: ``names`` holds every parameter of ``inner``, in
+    group order; ``inner`` holds the master wherever ``masters.of`` has one, and
+    its state is keyed by it.
+
+    Args:
+        inner: the wrapped optimizer, with the model's parameters.
+        root: the model, if there is one.
+        names: parameter -> canonical name, in group order.
+        dtypes: what each parameter becomes.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        root: nn.Module | None,
+        names: dict[nn.Parameter, str],
+        dtypes: Mapping[nn.Parameter, torch.dtype],
+    ) -> None:
+        self.inner = inner
+        self.root = root
+        self.names = names
+        self.groups = [GroupView(inner, i, list(g["params"])) for i, g in enumerate(inner.param_groups)]
+        self.masters = MasterWeights()
+        self._adopt([param for param in names if param.requires_grad], dtypes)
+
+    def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, master) in group order."""
+        yield from ((name, self.masters.of[p]) for p, name in self.names.items() if p in self.masters.of)
+
+    def state(self) -> dict[Tensor, Any]:
+        """Return model parameter -> the inner optimizer's state of its master."""
+        held = {param: self.masters.of.get(param, param) for param in self.names}
+        return {param: self.inner.state[key] for param, key in held.items() if key in self.inner.state}
+
+    def places(self) -> list[Place]:
+        """Return every parameter as a checkpoint sees it, in group order."""
+        masters, state = self.masters.of, self.inner.state
+        return [
+            Place(name, param, masters.get(param), state.get(masters.get(param, param), {}))
+            for param, name in self.names.items()
+        ]
+
+    def has_gradients(self) -> bool:
+        """True iff some ``.grad`` of the model is not ``None``."""
+        return any(param.grad is not None for param in self.names)
+
+    def add_group_(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with masters for those that are trained.
+
+        Raises:
+            ValueError, TypeError: as torch, or a parameter cannot be trained
+                here; nothing is changed.
+        """
+        params, given = validate.group_params(param_group)
+        fresh = validate.new_parameters(params, self.names, self.root, len(self.groups), given)
+        members: Sequence[Any] = list(zip(given, params, strict=True)) if given else params
+        self.inner.add_param_group({**param_group, "params": members})
+        self.names.update(fresh)
+        self.groups.append(GroupView(self.inner, len(self.groups), params))
+        self._adopt_late([param for param in fresh if param.requires_grad])
+
+    def adopt_unfrozen_(self, *, without_gradient: bool = False) -> None:
+        """Make masters for parameters that were frozen and now have a gradient.
+
+        Args:
+            without_gradient: also for those that may get one.
+        """
+        if len(self.masters.of) < len(self.names):
+            waiting = [p for p in self.names if p not in self.masters.of]
+            self._adopt_late([p for p in waiting if p.grad is not None or (without_gradient and p.requires_grad)])
+
+    @torch.no_grad()
+    def load_masters_(self, saved: Mapping[int, Tensor]) -> None:
+        """Write masters by position, also of parameters that are frozen here, and publish."""
+        params = list(self.names)
+        self._adopt_late([params[index] for index in saved if params[index] not in self.masters.of])
+        for index, value in saved.items():
+            self.masters.of[params[index]].copy_(value)
+        self.masters.publish_()
+
+    def return_(self) -> None:
+        """Leave the model fp32 and hand its parameters back to ``inner``."""
+        self.masters.adopt_edits_()
+        self.masters.widen_()
+        rekey_(self.inner, {master: param for param, master in self.masters.of.items()})
+
+    def _adopt(self, params: list[nn.Parameter], dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
+        """Make masters for ``params`` and hand them to the inner optimizer."""
+        named = [(self.names[param], param) for param in params]
+        self.masters.extend(named, [dtypes[param] for param in params])
+        rekey_(self.inner, {param: self.masters.of[param] for param in params})
+
+    def _adopt_late(self, params: Iterable[nn.Parameter]) -> None:
+        """Make masters in mid-life: dtypes and gradients stay as they are."""
+        grads = {param: param.grad for param in params}
+        self._adopt(list(grads), {param: param.dtype for param in grads})
+        for param, grad in grads.items():
+            param.grad = grad
