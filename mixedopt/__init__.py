@@ -5,6 +5,7 @@ from mixedopt.loss_scale import DynamicLossScale, StaticLossScale
 from mixedopt.optimizer import MixedPrecisionOptimizer
 from mixedopt.policy import CastPolicy, PolicyHandle, convert
 from mixedopt.report import StepReport
+from mixedopt.scaler import SharedLossScale
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "LossScaleError",
     "MixedPrecisionOptimizer",
     "PolicyHandle",
+    "SharedLossScale",
     "StaticLossScale",
     "StepOrderError",
     "StepReport",

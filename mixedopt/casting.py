@@ -103,6 +103,25 @@ class CastOutputs:
         return cast(output, self.dtype)
 
 
+class RootOutputs(CastOutputs):
+    """The output cast of a whole model, by which its conversion is found again.
+
+    It does not keep the handle alive; a copy of the model has none.
+    """
+
+    def __init__(self, dtype: torch.dtype, handle: object = None) -> None:
+        super().__init__(dtype)
+        self._handle = None if handle is None else weakref.ref(handle)
+
+    @property
+    def handle(self) -> object:
+        """The handle of the conversion, ``None`` if it is gone."""
+        return None if self._handle is None else self._handle()
+
+    def __reduce__(self) -> tuple[type[RootOutputs], tuple[torch.dtype]]:
+        return RootOutputs, (self.dtype,)
+
+
 class RefuseAssign:
     """State-dict pre-hook of each module: ``assign=True`` would orphan masters."""
 

@@ -6,6 +6,7 @@ its few scalar operations cost microseconds there and a launch each on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from mixedopt.gradients import is_finite, may_overflow
 from mixedopt.loss_scale import LossScaleConfig, LossScaleState, update
 
 # The answers, in the order of their bits.
-_BITS = torch.tensor([1, 2, 4, 8, 16], device="cpu")
+_BITS = torch.tensor([1, 2, 4, 8, 16, 32], device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,12 @@ class Decision:
 
     Attributes:
         norm: the evidence's, on the host, 0-d.
+        inverse: what the gradients are still to be multiplied by, fp32, 0-d.
         following: the state of the loss scale after this step.
-        found_inf: True iff a gradient holds an inf or NaN: skip.
+        skip: True iff the step is not taken.
+        found_inf: True iff a gradient held an inf or NaN: S backs off. A bad
+            micro-step may have been dropped alone, and a shared scale may skip
+            without it.
         exhausted: True iff this is one skip too many with S at its floor.
         ambiguous: True iff the norm cannot tell: unscale, measure exactly and
             decide again.
@@ -65,7 +70,9 @@ class Decision:
     """
 
     norm: Tensor
+    inverse: Tensor
     following: LossScaleState
+    skip: bool
     found_inf: bool
     exhausted: bool
     ambiguous: bool
@@ -73,7 +80,15 @@ class Decision:
     scaled: bool
 
 
-def decide(config: LossScaleConfig, state: LossScaleState, inverse: Tensor, evidence: Evidence) -> Decision:
+def decide(
+    config: LossScaleConfig,
+    state: LossScaleState,
+    inverse: Tensor,
+    evidence: Evidence,
+    *,
+    dropped: bool = False,
+    nothing_kept: bool = False,
+) -> Decision:
     """Return the decision.
 
     Args:
@@ -82,18 +97,26 @@ def decide(config: LossScaleConfig, state: LossScaleState, inverse: Tensor, evid
         inverse: 1/S if the gradients are still scaled, else 1; fp32, on the
             host.
         evidence: on the device.
+        dropped: True iff bad micro-steps were left out of the gradients.
+        nothing_kept: True iff they were all bad.
 
     Syncs: one host read, the only one of a step.
     """
     norm, unsure, before_edits, largest_half = evidence.read()
-    found_inf = ~((is_finite(norm) | unsure) & is_finite(before_edits))
+    if nothing_kept:
+        norm = torch.full_like(norm, torch.nan)
+    skip = ~((is_finite(norm) | unsure) & is_finite(before_edits))
+    found_inf = skip | dropped
     following = update(config, state, found_inf)
+    if dropped:  # a window that lost some micro-steps is no skip
+        following = dataclasses.replace(following, floor_skips=following.floor_skips * skip)
     answers = [
+        skip,
         found_inf,
         following.floor_skips >= config.max_consecutive_skips,
-        ~found_inf & (unsure | may_overflow(norm, inverse)),
+        ~skip & (unsure | may_overflow(norm, inverse)),
         largest_half == torch.inf,
         state.scale != 1.0,
     ]
     read = int((torch.stack(answers) * _BITS).sum().item())
-    return Decision(norm, following, *(bool(read >> bit & 1) for bit in range(len(answers))))
+    return Decision(norm, inverse, following, *(bool(read >> bit & 1) for bit in range(len(answers))))

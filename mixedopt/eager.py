@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +19,30 @@ from mixedopt.decision import Decision, Evidence, decide
 from mixedopt.flat import Kind
 from mixedopt.gradients import clip_factor, unscale_factor
 from mixedopt.groups import StepGuard
-from mixedopt.loss_scale import LossScaleConfig, LossScaleState, StaticLossScale, exhausted_error, init_state
-from mixedopt.masters import MasterWeights
+from mixedopt.loss_scale import LossScaleConfig, LossScaleState, StaticLossScale, state_from_dict, state_to_dict
+from mixedopt.masters import MasterWeights, Moved
 from mixedopt.report import StepReport
-from mixedopt.rollback import FirstStep, NormStatistics
+from mixedopt.rollback import NormStatistics, Snapshot
+from mixedopt.scaler import HOST, LossScaler
 from mixedopt.window import Window
-
-HOST = torch.device("cpu")  # explicit: the default device and dtype are the user's
 
 logger = logging.getLogger("mixedopt")
 
 # Applied steps between two looks for a weight beyond the half range. A skip
 # looks too, since such a weight makes the forward overflow.
 RANGE_CHECK_INTERVAL = 64
+# Skips in a row after which the log speaks louder. A scale that starts at 2**16
+# needs fewer to come down.
+WARN_AFTER = 8
+
+
+class Moving(NamedTuple):
+    """What a checkpoint says of a tier."""
+
+    config: LossScaleConfig
+    state: LossScaleState
+    applied_steps: int
+    skipped_steps: int
 
 
 class EagerTier:
@@ -38,12 +51,19 @@ class EagerTier:
     Invariants between calls: S, counters and ``last_step`` change only at the
     end of ``step_``; ``window`` holds the gradients of at most one step.
 
+    Attributes:
+        measured: True iff the gradients of the window were judged ahead of
+            ``step_``, for a shared step.
+        decision: the judgement then, ``None`` without gradients.
+
     Args:
         inner: steps over the masters.
         masters: may grow.
-        config: how the loss scale moves.
+        scaler: the loss scale.
+        window: of the masters' gradients.
         max_grad_norm: limit of the unscaled global norm, ``None`` for none.
         statistics: running statistics to take back on a skip.
+        shared: True iff another moves the loss scale.
     """
 
     name = "eager"
@@ -52,58 +72,80 @@ class EagerTier:
         self,
         inner: torch.optim.Optimizer,
         masters: MasterWeights,
-        config: LossScaleConfig,
+        scaler: LossScaler,
+        window: Window,
+        *,
         max_grad_norm: float | None,
         statistics: NormStatistics | None,
+        shared: bool,
     ) -> None:
         self.inner = inner
         self.masters = masters
-        self.config = config
+        self.scaler = scaler
+        self.window = window
         self.statistics = statistics
         self.max_grad_norm = max_grad_norm
-        self.scale: LossScaleState = init_state(config, HOST)
-        self.window = Window(masters)
+        self.shared = shared
         self.guard = StepGuard(inner)
         self._proven: frozenset[Kind] = frozenset()  # kinds over which the inner optimizer has stepped
         self.applied_steps = 0
         self.skipped_steps = 0
+        self.skips_in_a_row = 0
         self.last_step = StepReport()
+        self.measured = False
+        self.decision: Decision | None = None
         self._one = torch.ones((), dtype=torch.float32, device=HOST)
         self._before_edits: Tensor | None = None
         self._largest_half: Tensor | None = None
-        self.scaled_a_loss = False  # since the last step: zero_grad() may come between scale and backward
+        self._losses_before = 0  # zero_grad() may come between scale and backward
         self._warned_unscaled = False
 
+    @property
+    def untried(self) -> bool:
+        """True iff no step was tried yet, here or in what was loaded."""
+        return not (self.applied_steps or self.skipped_steps)
+
     def unscale_(self) -> None:
-        """Move the gradients to the masters, divided by S. Syncs: none."""
+        """Move the gradients to the masters, divided by S. Syncs: none, as ``Window.collect_``."""
         if self._collect():
             self._before_edits = self.window.largest()
-            self.window.multiply_(unscale_factor(self.scale.scale))
+            self.window.multiply_(self._inverse())
             self.window.expose_()
             self.window.unscaled = True
 
+    def measure_(self) -> Decision | None:
+        """Gather the gradients and judge them; ``None`` without any.
+
+        Raises:
+            ValueError, StepOrderError: as ``step`` of the optimizer; weights
+                and state are as before.
+
+        Syncs: one host read.
+        """
+        if not self._collect():
+            return None
+        decision = self._decide(self._inverse())
+        if decision.ambiguous:
+            self.window.multiply_(decision.inverse)
+            decision = self._decide(self._one, exact=True)
+        self._check(decision)
+        return decision
+
     def step_(self) -> None:
         """Apply the window's gradients or skip. Syncs: one host read."""
-        if not self._collect():
+        decision = self.decision if self.measured else self.measure_()
+        if decision is None:
             self.finish_(StepReport(reason="no gradients"))
             return
-        inverse = self._one if self.window.unscaled else unscale_factor(self.scale.scale)
-        decision = self._decide(inverse)
-        if decision.ambiguous:
-            self.window.multiply_(inverse)
-            inverse = self._one
-            decision = self._decide(inverse, exact=True)
-        self._check(decision)
-        report = self._report(decision, inverse)
-        if decision.found_inf:
-            self._skip_(decision.following)
+        report = self.report(decision)
+        if decision.skip:
+            self.skip_(decision)
         else:
-            self._apply_(decision.norm, inverse)
-        self.scale.assign_(decision.following)
-        culprit = self.window.first_bad() if decision.exhausted else None
+            self._apply_(decision)
+        culprit = self.window.first_bad() if decision.exhausted and not self.shared else None
         self.finish_(report)
-        if decision.exhausted:
-            raise exhausted_error(self.config, self.scale, culprit)
+        if not self.shared:
+            self.scaler.move_(decision, culprit)
 
     def finish_(self, report: StepReport) -> None:
         """End the step: drop the gradients, watch the statistics anew."""
@@ -111,7 +153,7 @@ class EagerTier:
         # A scheduler made on the inner optimizer warns unless its step() seems to have run.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self.drop_gradients_(keep_memory=not report.skipped)
-        self.scaled_a_loss = False
+        self._losses_before = self.scaler.losses
         if self.statistics is not None:
             self.statistics.close()
 
@@ -120,51 +162,114 @@ class EagerTier:
         self._before_edits = None
         self.window.close(keep_memory=keep_memory)
 
+    def prepare_(self, decision: Decision) -> None:
+        """Unscale and clip the gradients and show them to the inner optimizer. Syncs: none."""
+        inverse = decision.inverse
+        if self.max_grad_norm is not None:
+            self.window.multiply_(clip_factor(decision.norm, inverse, self.max_grad_norm))
+        elif inverse is not self._one and not (self._never_scales() and self.window.factor == 1.0):
+            self.window.multiply_(inverse)
+        self.window.expose_()
+
+    def publish_(self, moved: Sequence[Sequence[Moved] | None] | None = None) -> None:
+        """Show the masters after an applied step, and count it."""
+        self.masters.publish_(moved)
+        self.applied_steps += 1
+        self.skips_in_a_row = 0
+        if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
+            self._largest_half = self.masters.largest_half()
+
+    def skip_(self, decision: Decision) -> None:
+        """Take back what the forward wrote, count, and log."""
+        if self.statistics is not None:
+            self.statistics.restore_()
+        self.skipped_steps += 1
+        self.skips_in_a_row += 1
+        self._largest_half = self.masters.largest_half()
+        level = logging.WARNING if self.skips_in_a_row == WARN_AFTER else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(
+                level,
+                "step skipped: %s; loss_scale %g -> %g (%d in a row, %d skipped, %d applied so far)",
+                _reason(decision),
+                float(self.scaler.state.scale),
+                float(decision.following.scale),
+                self.skips_in_a_row,
+                self.skipped_steps,
+                self.applied_steps,
+            )
+
+    def report(self, decision: Decision) -> StepReport:
+        """Return what ``last_step`` will say."""
+        reason = _reason(decision) if decision.skip else None
+        norm = decision.norm * decision.inverse
+        return StepReport(
+            not decision.skip, decision.skip, reason, self.window.dropped, norm, self.scaler.state.scale.clone()
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return S and the counters as plain numbers, for a checkpoint."""
+        return {
+            "loss_scale": state_to_dict(self.scaler.config, self.scaler.state),
+            "applied_steps": self.applied_steps,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def from_dict(self, saved: Mapping[str, Any] | None) -> Moving:
+        """Read what ``to_dict`` wrote; ``None`` stands for what is here. Writes nothing.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        config, state = self.scaler.config, self.scaler.state
+        if saved is None:
+            return Moving(config, state, self.applied_steps, self.skipped_steps)
+        config, state = state_from_dict(saved["loss_scale"], config, HOST)
+        return Moving(config, state, saved["applied_steps"], saved["skipped_steps"])
+
+    def load_(self, moving: Moving) -> None:
+        """Take over what ``from_dict`` read."""
+        self.scaler.load_(moving.config, moving.state)
+        self.applied_steps, self.skipped_steps = moving.applied_steps, moving.skipped_steps
+
+    def _inverse(self) -> Tensor:
+        if self.window.unscaled:
+            return self._one
+        inverse = unscale_factor(self.scaler.state.scale)
+        return inverse if self.window.factor == 1.0 else inverse * self.window.factor
+
     def _collect(self) -> bool:
         self.masters.adopt_edits_()
         return self.window.collect_()
 
     def _decide(self, inverse: Tensor, *, exact: bool = False) -> Decision:
         evidence = Evidence(*self.window.norm(exact=exact), self._before_edits, self._largest_half)
-        return decide(self.config, self.scale, inverse, evidence)
+        window = self.window
+        return decide(
+            self.scaler.config,
+            self.scaler.state,
+            inverse,
+            evidence,
+            dropped=window.dropped > 0,
+            nothing_kept=window.kept == 0,
+        )
 
-    def _apply_(self, norm: Tensor, inverse: Tensor) -> None:
-        if self.max_grad_norm is not None:
-            self.window.multiply_(clip_factor(norm, inverse, self.max_grad_norm))
-        elif inverse is not self._one and not self._never_scales():
-            self.window.multiply_(inverse)
-        self.window.expose_()
+    def _apply_(self, decision: Decision) -> None:
+        self.prepare_(decision)
         try:
             self._step_inner_()
         except BaseException:
             self.drop_gradients_()
             self.masters.publish_()
             raise
-        self.masters.publish_(self.window.moved())
-        self.applied_steps += 1
-        if self.applied_steps % RANGE_CHECK_INTERVAL == 0:
-            self._largest_half = self.masters.largest_half()
+        self.publish_(self.window.moved())
 
     def _step_inner_(self) -> None:
         kinds = self.window.kinds(beyond=self._proven)
-        first = FirstStep(self.inner, self.masters.buckets) if kinds else contextlib.nullcontext()
+        first = Snapshot(self.inner, self.masters.buckets, HOST) if kinds else contextlib.nullcontext()
         with first, self.guard:
             self.inner.step()
         self._proven |= kinds
-
-    def _skip_(self, following: LossScaleState) -> None:
-        if self.statistics is not None:
-            self.statistics.restore_()
-        self.skipped_steps += 1
-        self._largest_half = self.masters.largest_half()
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(
-                "step skipped: inf or NaN in the gradients; loss_scale %g -> %g (%d skipped, %d applied so far)",
-                float(self.scale.scale),
-                float(following.scale),
-                self.skipped_steps,
-                self.applied_steps,
-            )
 
     def _check(self, decision: Decision) -> None:
         if decision.unfit:
@@ -174,18 +279,18 @@ class EagerTier:
             except ValueError:
                 self.drop_gradients_()
                 raise
-        if decision.scaled and not (self.scaled_a_loss or self._warned_unscaled):
+        if decision.scaled and self.scaler.losses == self._losses_before and not self._warned_unscaled:
             self._warned_unscaled = True
             logger.warning(
                 "step() met gradients of a loss that was not scaled, yet divides them by loss_scale. "
                 "Call optimizer.backward(loss) instead of loss.backward()."
             )
 
-    def _report(self, decision: Decision, inverse: Tensor) -> StepReport:
-        skipped = decision.found_inf
-        reason = "inf or NaN in the gradients" if skipped else None
-        grad_norm = decision.norm * inverse
-        return StepReport(not skipped, skipped, reason, grad_norm, self.scale.scale.clone())
-
     def _never_scales(self) -> bool:
-        return isinstance(self.config, StaticLossScale) and self.config.scale == 1.0
+        return isinstance(self.scaler.config, StaticLossScale) and self.scaler.config.scale == 1.0
+
+
+def _reason(decision: Decision) -> str:
+    if decision.found_inf:
+        return "inf or NaN in the gradients"
+    return "inf or NaN in the gradients of another optimizer of the SharedLossScale"

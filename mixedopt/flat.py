@@ -20,7 +20,8 @@ from torch.utils.dlpack import from_dlpack
 # bytes, under which matrix kernels slow down.
 ALIGNMENT = 64
 
-Kind = tuple[int, bool]
+# What an optimizer may accept or refuse: dimensions, whether empty, whether its gradient is sparse.
+Kind = tuple[int, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Slot:
 
     @property
     def kind(self) -> Kind:
-        """What an optimizer may accept or refuse: dimensions, and whether empty."""
-        return len(self.shape), self.numel == 0
+        """Its kind, with a dense gradient."""
+        return len(self.shape), self.numel == 0, False
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the shaped view of ``flat``. Shares storage."""

@@ -27,7 +27,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 
 class GradientBuffer:
-    """One flat fp32 buffer for the gradients of a layout.
+    """One flat buffer for the gradients of a layout.
 
     Invariants between calls: padding and the slots of absent gradients are
     zero; ``views`` are the shaped views of ``flat``, in slot order.
@@ -35,19 +35,25 @@ class GradientBuffer:
     The buffer exists from the first gather on. On a GPU ``release`` gives it
     back to the allocator, so that it costs 4 bytes a value within a step only;
     on a CPU, where new pages are dear, it is kept.
+
+    Args:
+        layout: of the parameters.
+        device: where they are.
+        dtype: fp32, or half for gradients that wait there in between.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._layout = layout
         self._device = device
+        self.dtype = dtype
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
 
     @property
     def flat(self) -> Tensor:
-        """The buffer: fp32, 1-d, ``layout.size`` values; made when first read."""
+        """The buffer: 1-d, ``layout.size`` values; made when first read."""
         if self._flat is None:
-            self._flat = torch.zeros(self._layout.size, dtype=torch.float32, device=self._device)
+            self._flat = torch.zeros(self._layout.size, dtype=self.dtype, device=self._device)
             self._views = self._layout.views(self._flat)
         return self._flat
 
@@ -58,14 +64,13 @@ class GradientBuffer:
         return self._views
 
     def gather_(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Copy gradients into the buffer, widening them to fp32.
+        """Copy gradients into the buffer, widening them.
 
         Args:
             grads: one per slot, any floating dtype, or ``None``.
 
         Returns:
-            For each slot its fp32 view, or ``None`` where there was no
-            gradient. Units are those of ``grads``.
+            For each slot its view, or ``None`` where there was no gradient. Units are those of ``grads``.
 
         Syncs: none.
         """
@@ -85,6 +90,22 @@ class GradientBuffer:
         if self._flat is not None and not (keep and self._flat.device.type == "cpu"):
             self._flat = None
             self._views = []
+
+
+def widen_sparse(grad: Tensor) -> Tensor:
+    """Return a sparse gradient in fp32, repeated rows added up there.
+
+    A half sum of repeated rows would saturate.
+
+    Args:
+        grad: COO, any floating dtype, coalesced or not. Not modified.
+
+    Syncs: on a GPU one, to count the rows.
+    """
+    values = grad._values().float()
+    if values is grad._values():
+        values = values.clone()
+    return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False).coalesce()
 
 
 def global_norm(flats: Sequence[Tensor], *, within_fp32: Sequence[bool], exact: bool = False) -> tuple[Tensor, Tensor]:

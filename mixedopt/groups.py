@@ -127,7 +127,7 @@ def rekey_(inner: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Paramet
         moved: old parameter -> new parameter; others stay.
     """
     for group in inner.param_groups:
-        group["params"] = [moved.get(param, param) for param in group["params"]]
+        group["params"][:] = [moved.get(param, param) for param in group["params"]]  # LBFGS keeps the list itself
     for old, new in moved.items():
         if old in inner.state:
             inner.state[new] = {key: _widened(value) for key, value in inner.state.pop(old).items()}

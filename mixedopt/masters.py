@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,8 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 _VERSION = operator.attrgetter("_version")  # mapped: half the time of a comprehension, every step
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
+# What of a slot has changed: all, nothing, or some rows.
+Moved = bool | Tensor
 
 
 class Bucket:
@@ -70,7 +71,7 @@ class Bucket:
         """Parameter names in slot order."""
         return [slot.name for slot in self.layout.slots]
 
-    def publish_(self, moved: Sequence[bool] | None = None) -> None:
+    def publish_(self, moved: Sequence[Moved] | None = None) -> None:
         """Write the masters, rounded once, into the model. Syncs: none.
 
         Args:
@@ -78,11 +79,27 @@ class Bucket:
                 counters move, so that a backward over a graph recorded before
                 raises as with plain torch; those of the others stay.
         """
-        if self.is_half:
+        if not self.is_half:
+            return
+        if moved is not None and any(isinstance(mark, Tensor) for mark in moved):
+            self._publish_rows_(moved)
+        else:
             self.flat_model.copy_(self.flat_master)
-            params = self.params if moved is None else [p for p, m in zip(self.params, moved, strict=True) if m]
-            torch.autograd.graph.increment_version(params)
-            self._versions = list(map(_VERSION, self.params))
+        params = (
+            self.params if moved is None else [p for p, mark in zip(self.params, moved, strict=True) if mark is True]
+        )
+        torch.autograd.graph.increment_version(params)
+        self._versions = list(map(_VERSION, self.params))
+
+    def _publish_rows_(self, moved: Sequence[Moved]) -> None:
+        """Write the slots between those of which only rows have changed, and these rows."""
+        start = 0
+        for slot, param, master, mark in zip(self.layout.slots, self.params, self.masters, moved, strict=True):
+            if isinstance(mark, Tensor):
+                self.flat_model[start : slot.offset].copy_(self.flat_master[start : slot.offset])
+                start = slot.offset + slot.numel
+                param.index_copy_(0, mark, master.index_select(0, mark).to(self.dtype))
+        self.flat_model[start:].copy_(self.flat_master[start:])
 
     def refresh_(self) -> None:
         """Take weights that were edited in the model into the masters.
@@ -167,7 +184,7 @@ class MasterWeights:
             bucket.refresh_()
 
     @torch.no_grad()
-    def publish_(self, moved: Sequence[Sequence[bool] | None] | None = None) -> None:
+    def publish_(self, moved: Sequence[Sequence[Moved] | None] | None = None) -> None:
         """Write the masters into the model; see ``Bucket.publish_``."""
         for index, bucket in enumerate(self.buckets):
             bucket.publish_(None if moved is None else moved[index])
@@ -182,23 +199,12 @@ class MasterWeights:
         flats = [bucket.flat_model for bucket in self.buckets if bucket.dtype == torch.float16 and bucket.layout.size]
         return largest(flats) if flats else None
 
-    def export(self, model: nn.Module | None) -> dict[str, Any]:
-        """Return the fp32 state dict of ``model``, of the masters if ``None``."""
-        if model is None:
-            return {n: m.detach().clone() for b in self.buckets for n, m in zip(b.names, b.masters, strict=True)}
-        copies: dict[int, Tensor] = {}  # tied names share their copy, as in torch
-        exported = model.state_dict(keep_vars=True)
-        for name, value in exported.items():
-            if isinstance(value, Tensor):
-                exported[name] = copies.setdefault(id(value), self._widened(value))
-        return exported
-
-    def _widened(self, tensor: Tensor) -> Tensor:
-        """Return a copy: of the master, else of the tensor, half widened if a parameter."""
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.detach().clone()
-        source = self.of.get(tensor, tensor).detach()
-        return source.to(torch.float32 if source.dtype in HALF_DTYPES else source.dtype, copy=True)
+    @torch.no_grad()
+    def refine_(self, param: nn.Parameter, value: Tensor) -> None:
+        """Give the master of ``param`` the low bits of ``value``, where it rounds to the weight. Syncs: none."""
+        master = self.of[param]
+        value = value.to(master)
+        master.copy_(torch.where(value.to(param.dtype) == param.detach(), value, master))
 
     @torch.no_grad()
     def widen_(self) -> None:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt import checkpoint, validate
-from mixedopt.eager import EagerTier
+from mixedopt.assembly import Options, assemble
+from mixedopt.closures import evaluates_once, requires_closure, step_with_
 from mixedopt.errors import StepOrderError
+from mixedopt.export import master_model, master_state_dict
 from mixedopt.groups import GroupView, init_protocol
-from mixedopt.loading import Fp32Loads
-from mixedopt.loss_scale import LossScaleConfig, resolve_config, state_from_dict, state_to_dict
-from mixedopt.policy import CastPolicy, PolicyHandle, cast_parameters_, check_fits, unwrap
+from mixedopt.loss_scale import LossScaleConfig
+from mixedopt.policy import CastPolicy, PolicyHandle
 from mixedopt.report import StepReport
-from mixedopt.rollback import NormStatistics
-from mixedopt.roster import Roster
+from mixedopt.scaler import SharedLossScale
 
 
 class MixedPrecisionOptimizer(torch.optim.Optimizer):
@@ -47,12 +47,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``torch.bfloat16``. Unused without ``model``.
         loss_scale: ``None`` is dynamic if any parameter is fp16 and a constant
             1 otherwise, with the finite check kept; a number is static; or a
-            ``StaticLossScale`` or ``DynamicLossScale``.
+            ``StaticLossScale``, ``DynamicLossScale`` or ``SharedLossScale``.
         policy: ``CastPolicy.default()`` if ``None``.
         max_grad_norm: clip the unscaled gradients to this global L2 norm.
         master: the kind of master kept between steps; so far ``"fp32"``.
-        gradients: who holds them during backward; so far ``"autograd"``.
+        gradients: who holds them during backward. ``"autograd"``: ``.grad``,
+            until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that
+            dtype, to which each is moved as autograd finishes it; fp32 sums of
+            micro-steps lose nothing.
         tier: how ``step()`` runs; so far ``"auto"`` is ``"eager"``.
+        drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the
+            sum and apply the rest, multiplied by what this function of (kept,
+            total) micro-steps returns. Needs ``gradients="fp32"``. ``None``
+            skips the whole window.
         restore_buffers: a skip also takes back the running statistics of norm
             layers inside ``model``.
 
@@ -79,42 +86,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         *,
         dtype: torch.dtype = torch.float16,
-        loss_scale: float | LossScaleConfig | None = None,
+        loss_scale: float | LossScaleConfig | SharedLossScale | None = None,
         policy: CastPolicy | None = None,
         max_grad_norm: float | None = None,
         master: str = "fp32",
         gradients: str = "autograd",
         tier: str = "auto",
+        drop_bad_micro_steps: Callable[[int, int], float] | None = None,
         restore_buffers: bool = True,
     ) -> None:
-        validate.optimizer(optimizer)
-        validate.dtype(dtype)
-        validate.max_grad_norm(max_grad_norm)
-        validate.choice("master", master, ("fp32",))
-        validate.choice("gradients", gradients, ("autograd",))
-        validate.choice("tier", tier, ("auto", "eager"))
-        validate.policy(policy, model)
-        root = None if model is None else unwrap(model)
-        plan = None if root is None else (policy or CastPolicy.default()).plan(root, dtype)
-        names = validate.parameters(optimizer, root)
-        dtypes = {p: p.dtype if plan is None else plan.dtypes.get(name, p.dtype) for p, name in names.items()}
-        config = resolve_config(loss_scale, needs_scaling=torch.float16 in dtypes.values())
-        if plan is None:
-            validate.warn_if_all_fp32(dtypes.values())
-        else:
-            check_fits(plan)
-
+        kinds = (master, gradients, tier)
+        options = Options(dtype, loss_scale, policy, max_grad_norm, *kinds, drop_bad_micro_steps, restore_buffers)
+        self._parts = assemble(optimizer, model, options)
+        self._roster, self._tier, self._handle = self._parts.roster, self._parts.tier, self._parts.handle
         init_protocol(self, optimizer)
-        self._roster = Roster(optimizer, root, names, dtypes)
-        statistics = NormStatistics(root) if root is not None and restore_buffers else None
-        self._tier = EagerTier(optimizer, self._roster.masters, config, max_grad_norm, statistics)
-        self._handle: PolicyHandle | None = None
-        self._loads: Fp32Loads | None = None
-        if plan is not None:
-            cast_parameters_(plan)
-            self._handle = PolicyHandle(plan)
-            self._handle.attach(self._return_to_fp32)
-            self._loads = Fp32Loads(plan.model, self._roster.masters)
+        if self._parts.shared is not None:
+            self._parts.shared.join_(self, self._parts)
 
     # -- the loop ---------------------------------------------------------
 
@@ -129,18 +116,20 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: the loss has several elements or is not a
                 floating tensor.
             StepOrderError: after ``unscale_``, when the window is closed to
-                further gradients.
+                further gradients; or the loss was scaled already, by this
+                method or by ``torch.amp.GradScaler``.
 
-        Syncs: none.
+        Syncs: none; before the first step one, if the loss is a product with a
+        constant 0-d tensor.
         """
         if isinstance(losses, (list, tuple)):
             return type(losses)(self.scale(loss) for loss in losses)
         validate.loss(losses)
-        self._check_in_force()
+        self._parts.check_in_force()
         self._check_not_unscaled("backward()")
-        self._tier.scaled_a_loss = True
-        wide = losses if losses.dtype == torch.float64 else losses.float()
-        return wide * self._tier.scale.scale
+        validate.not_scaled(losses, self._tier.scaler, look=self._tier.untried)
+        self._tier.window.end_micro_step_()
+        return self._tier.scaler.scale(losses)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward, accumulating until ``step()``.
@@ -164,10 +153,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             StepOrderError: it was called in this window already. Syncs: none.
         """
-        self._check_in_force()
+        self._parts.check_in_force()
         self._check_not_unscaled("unscale_()")
         with torch.no_grad():
-            self._roster.adopt_unfrozen_()
+            self._parts.adopt_unfrozen_()
             self._tier.unscale_()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -177,29 +166,44 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         happened stands in ``last_step``. Without any gradient nothing moves.
 
         Args:
-            closure: evaluated once, before anything else, with gradients
-                enabled; it calls ``backward`` of this optimizer.
+            closure: drops the gradients, computes the loss, calls ``backward``
+                of this optimizer and returns the loss, unscaled. It is evaluated
+                with gradients enabled: once, before anything else, or as often
+                as an inner optimizer such as LBFGS asks for it, each time at
+                published weights. An inf or NaN in any evaluation skips; a line
+                search is told that the point is bad.
 
         Returns:
-            What the closure returned, else ``None``.
+            What the closure returned, else ``None``; with an inner optimizer
+            that evaluates it, what that one returned.
 
         Raises:
             LossScaleError: after too many skips in a row with S at its floor;
                 weights and state are as before.
-            ValueError: a gradient is sparse or a parameter was moved, and
-                nothing has been changed; or a weight has left the half range,
-                at most ``RANGE_CHECK_INTERVAL`` applied steps ago.
-            StepOrderError: a backward followed ``unscale_``.
+            ValueError: a parameter was moved, and nothing has been changed; or
+                a weight has left the half range, at most
+                ``RANGE_CHECK_INTERVAL`` applied steps ago.
+            StepOrderError: a backward followed ``unscale_``; the loss scale is
+                shared; or a closure added to the gradients of its last call.
+            TypeError: the inner optimizer needs a closure.
 
-        Syncs: one host read.
+        Syncs: one host read; with a closure that is evaluated several times,
+        one for each.
         """
-        self._check_in_force()
+        self._parts.check_in_force()
+        self._check_turn(closure)
+        if self._handle is not None:
+            self._handle.forget_originals()
+        if closure is not None and not evaluates_once(self.inner):
+            with torch.no_grad():
+                self._parts.adopt_unfrozen_(without_gradient=True)
+                return step_with_(self._tier, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._roster.adopt_unfrozen_()
+            self._parts.adopt_unfrozen_()
             self._tier.step_()
         return loss
 
@@ -225,6 +229,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return self._tier.name
 
     @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Read by ``torch.amp.GradScaler.step`` alone, before it touches a gradient."""
+        raise TypeError(
+            "MixedPrecisionOptimizer was given to torch.amp.GradScaler.step(): it scales and checks by itself. Remove "
+            "the GradScaler and call optimizer.backward(loss) and optimizer.step()."
+        )
+
+    @property
     def policy_handle(self) -> PolicyHandle | None:
         """What was done to the model; ``remove()`` ends this wrapper.
 
@@ -236,7 +248,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """S, for the next loss. Syncs: none in the eager tier."""
-        return float(self._tier.scale.scale)
+        return float(self._tier.scaler.state.scale)
 
     @property
     def last_step(self) -> StepReport:
@@ -276,7 +288,31 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         copies; it loads into the unconverted model with ``strict=True``.
         """
         self._roster.masters.adopt_edits_()
-        return self._roster.masters.export(self._roster.root)
+        return master_state_dict(self._roster.masters, self._roster.root)
+
+    def master_model(self) -> nn.Module:
+        """Return the fp32 model over the masters: for evaluation, and for averages.
+
+        Its parameters share storage with the masters and its buffers are the
+        model's, so it follows the training and costs no memory; frozen half
+        parameters are copies. It has no casts, and nothing in it requires a
+        gradient.
+
+        Raises:
+            ValueError: the optimizer was built without ``model``.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 2)
+            >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> masters = MixedPrecisionOptimizer(inner, model).master_model()
+            >>> average = torch.optim.swa_utils.AveragedModel(masters)  # an average of the masters
+            >>> average.update_parameters(masters)  # after each step
+        """
+        if self._roster.root is None:
+            raise ValueError("master_model(): the optimizer has no model. Pass model= when building it.")
+        self._parts.check_in_force()
+        self._roster.masters.adopt_edits_()
+        return master_model(self._roster.masters, self._roster.root)
 
     def refresh_masters(self) -> None:
         """Take weights edited in the model into the masters.
@@ -285,7 +321,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         moments and counters stay. In-place edits are noticed by ``step()``
         itself; edits through ``param.data`` need this call. Syncs: none.
         """
-        self._check_in_force()
+        self._parts.check_in_force()
         self._roster.masters.refresh_()
 
     def publish(self) -> None:
@@ -295,7 +331,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ValueError: a master does not fit the half format; nothing is
                 written. Syncs: one read per parameter.
         """
-        self._check_in_force()
+        self._parts.check_in_force()
         self._roster.masters.adopt_edits_()
         self._roster.masters.check_range()
         self._roster.masters.publish_()
@@ -307,16 +343,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: as torch, or a parameter cannot be trained
                 here; nothing is changed.
         """
-        self._check_in_force()
+        self._parts.check_in_force()
         self._roster.add_group_(param_group)
-
-    def _return_to_fp32(self) -> None:
-        """Leave the model fp32 and the inner optimizer in charge of it."""
-        self._tier.window.close()
-        self._roster.return_()
-        for watch in (self._tier.statistics, self._loads, self._tier.guard):
-            if watch is not None:
-                watch.remove()
+        self._tier.window.follow_()
 
     # -- checkpoints ------------------------------------------------------
 
@@ -333,12 +362,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        extras = {
-            "loss_scale": state_to_dict(self._tier.config, self._tier.scale),
-            "applied_steps": self._tier.applied_steps,
-            "skipped_steps": self._tier.skipped_steps,
-        }
-        packed = checkpoint.pack(self.inner.state_dict(), self._roster.places(), extras)
+        packed = checkpoint.pack(self.inner.state_dict(), self._roster.places(), self._tier.to_dict())
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -365,16 +389,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             state_dict = before(self, dict(state_dict)) or state_dict
         sizes = [len(group["params"]) for group in self._roster.groups]
         saved = checkpoint.unpack(state_dict, self._roster.places(), sizes, strict=strict)
-        config, scale = self._tier.config, self._tier.scale
-        if saved.extras is not None:
-            config, scale = state_from_dict(saved.extras["loss_scale"], config, scale.scale.device)
+        moving = self._tier.from_dict(saved.extras)
         checkpoint.load_inner_(self.inner, saved)
-        self._tier.config = config
-        self._tier.scale.assign_(scale)
-        if saved.extras is not None:
-            self._tier.applied_steps = saved.extras["applied_steps"]
-            self._tier.skipped_steps = saved.extras["skipped_steps"]
+        self._tier.load_(moving)
         self._roster.load_masters_(saved.masters)
+        self._tier.window.follow_()
         self._tier.finish_(StepReport())
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -388,17 +407,26 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     # -- small checks -----------------------------------------------------
 
-    def _check_in_force(self) -> None:
-        if self._handle is not None and not self._handle.active:
-            raise StepOrderError("the conversion was removed: the model is fp32 again. Continue with optimizer.inner.")
+    def _check_turn(self, closure: object) -> None:
+        """Raise if ``step`` is not to be called now, or not so."""
+        if self._parts.shared is not None and not self._tier.measured:
+            raise StepOrderError(
+                "step() of an optimizer with a SharedLossScale: the scale would move once for each of them. "
+                "Call shared.step(optimizer, ...) with all that share this iteration."
+            )
+        if closure is None and requires_closure(self.inner):
+            raise TypeError(
+                f"step(): {type(self.inner).__name__} evaluates the model several times. Pass a closure that calls "
+                "zero_grad(), computes the loss, calls backward(loss) of this optimizer and returns the loss."
+            )
 
     def _check_not_unscaled(self, call: str) -> None:
         if self._tier.window.unscaled:
             raise StepOrderError(f"{call} after unscale_(): the window's gradients are unscaled. Call step() first.")
 
     def _check_between_steps(self, call: str) -> None:
-        self._check_in_force()
-        if self._tier.window.unscaled or self._roster.has_gradients():
+        self._parts.check_in_force()
+        if self._tier.window.holds or self._roster.has_gradients():
             raise StepOrderError(
                 f"{call} inside a window would lose its gradients. Call it after step(), or zero_grad() first."
             )

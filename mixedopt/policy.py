@@ -7,19 +7,23 @@ model, and undoes it; ``convert`` does both for a model without an optimizer.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _Loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
-from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, WeakHook
+from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, RootOutputs
+from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
 from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
 
@@ -105,7 +109,7 @@ class CastPolicy:
             for name, param in model.named_parameters()
             if param.is_floating_point()
         }
-        return CastPlan(model, dtype, dtypes, tuple(islands), tuple(_half_layers(model, islands, kept)))
+        return CastPlan(self, model, dtype, dtypes, tuple(islands), tuple(_half_layers(model, islands, kept)))
 
     def _kept_parameters(self, model: nn.Module) -> set[nn.Parameter]:
         """Return the parameters that a name keeps in fp32."""
@@ -154,11 +158,13 @@ class CastPlan:
     """What a policy decided for one model.
 
     Attributes:
+        policy: which policy it was.
         dtypes: for every floating parameter name, what it becomes.
         islands: outermost modules that compute in fp32.
         half_layers: modules whose floating inputs must be half.
     """
 
+    policy: CastPolicy
     model: nn.Module
     dtype: torch.dtype
     dtypes: Mapping[str, torch.dtype]
@@ -166,17 +172,31 @@ class CastPlan:
     half_layers: tuple[nn.Module, ...]
 
 
+class Owner(Protocol):
+    """An optimizer that holds masters of a converted model."""
+
+    @property
+    def scaler(self) -> object:
+        """Its loss scale."""
+
+    def return_to_fp32_(self) -> None:
+        """Write the masters into the model and give the inner optimizer back."""
+
+
 class PolicyHandle:
     """What was done to a model: its hooks, and the way back.
 
     Args:
         plan: the decisions; its hooks are registered here.
+        ddp: the wrapper around the model, whose buckets follow its dtypes.
     """
 
-    def __init__(self, plan: CastPlan) -> None:
+    def __init__(self, plan: CastPlan, ddp: DistributedDataParallel | None = None) -> None:
         self.plan = plan
+        self._ddp = ddp
         self._handles: list[RemovableHandle] = []
-        self._take_back = WeakHook()
+        self._owners: list[weakref.ref[Owner]] = []
+        self._originals: dict[nn.Parameter, Tensor] = {}
         for module in plan.islands:
             self._hook_island(module)
         for module in plan.half_layers:
@@ -188,9 +208,40 @@ class PolicyHandle:
         """True iff the conversion is in force."""
         return bool(self._handles)
 
-    def attach(self, take_back: Callable[[], None]) -> None:
-        """Let ``remove`` call the method ``take_back`` first, to widen what has a master."""
-        self._take_back = WeakHook(take_back)
+    @property
+    def owners(self) -> list[Owner]:
+        """The optimizers that hold masters of this model."""
+        return [owner for owner in (ref() for ref in self._owners) if owner is not None]
+
+    def attach(self, owner: Owner) -> None:
+        """Let ``remove`` take the weights back from ``owner`` first. It is not kept alive."""
+        self._owners.append(weakref.ref(owner))
+
+    def cast_(self, *, keep_originals: bool = False) -> None:
+        """Give every parameter its planned dtype, each in its own storage.
+
+        Args:
+            keep_originals: hold the fp32 values of trained parameters until
+                ``forget_originals``: another optimizer may make masters of them.
+        """
+        params = dict(self.plan.model.named_parameters())
+        for name, dtype in self.plan.dtypes.items():
+            param = params[name]
+            if param.dtype != dtype:
+                if keep_originals and param.requires_grad and param.dtype == torch.float32:
+                    self._originals[param] = param.data
+                param.grad = None
+                param.data = param.data.to(dtype)
+        if self._ddp is not None:
+            rebuild_(self._ddp)
+
+    def original(self, param: nn.Parameter) -> Tensor | None:
+        """Return the fp32 values that ``param`` had before it became half, if they are still held."""
+        return self._originals.pop(param, None)
+
+    def forget_originals(self) -> None:
+        """Free what no other optimizer has asked for."""
+        self._originals.clear()
 
     def remove(self) -> None:
         """Undo the conversion: no hooks, fp32 parameters.
@@ -202,8 +253,11 @@ class PolicyHandle:
             for handle in self._handles:
                 handle.remove()
             self._handles = []
-            self._take_back()
+            for owner in self.owners:
+                owner.return_to_fp32_()
             self._widen_halves()
+            if self._ddp is not None:
+                rebuild_(self._ddp)
 
     def _widen_halves(self) -> None:
         for param in self.plan.model.parameters():
@@ -220,7 +274,7 @@ class PolicyHandle:
         root = self.plan.model
         if root not in self.plan.islands:
             self._before(root, self.plan.dtype)
-        self._handles.append(root.register_forward_hook(CastOutputs(torch.float32)))
+        self._handles.append(root.register_forward_hook(RootOutputs(torch.float32, self)))
         for module in root.modules():  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
 
@@ -249,18 +303,27 @@ def convert(model: nn.Module, dtype: torch.dtype = torch.float16, policy: CastPo
     check_model_and_policy("convert", model, policy)
     plan = (policy or CastPolicy.default()).plan(unwrap(model), dtype)
     check_fits(plan)
-    handle = PolicyHandle(plan)
-    cast_parameters_(plan)
+    handle = PolicyHandle(plan, ddp_of(model))
+    handle.cast_()
     return handle
 
 
-def cast_parameters_(plan: CastPlan) -> None:
-    """Give every parameter its planned dtype, each in its own storage."""
-    params = dict(plan.model.named_parameters())
-    for name, dtype in plan.dtypes.items():
-        if params[name].dtype != dtype:
-            params[name].grad = None
-            params[name].data = params[name].data.to(dtype)
+def handle_of(model: nn.Module) -> PolicyHandle | None:
+    """Return the handle of a conversion in which optimizers hold masters, if ``model`` has one."""
+    handles = (hook.handle for hook in model._forward_hooks.values() if isinstance(hook, RootOutputs))
+    return next((h for h in handles if isinstance(h, PolicyHandle) and h.active and h.owners), None)
+
+
+def remove_casts_(model: nn.Module) -> None:
+    """Take our hooks off a copy of a converted model."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, (CastInputs, CastOutputs))]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        loads = module._load_state_dict_pre_hooks
+        for key in [key for key, hook in loads.items() if isinstance(getattr(hook, "hook", hook), RefuseAssign)]:
+            del loads[key]
 
 
 def check_fits(plan: CastPlan) -> None:
@@ -295,14 +358,16 @@ def check_model_and_policy(who: str, model: object, policy: object) -> None:
         raise TypeError(f"{who}(policy={policy!r}): must be a CastPolicy. Start from CastPolicy.default().")
     if not isinstance(model, nn.Module):
         raise TypeError(f"{who}(model={shown(model)}): must be an nn.Module. Pass the model the optimizer trains.")
+    if (ddp := ddp_of(model)) is not None:
+        check_rebuildable(ddp)
 
 
 def _check_model(model: nn.Module) -> None:
     hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     if any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks):
         raise ValueError(
-            "the model is converted already: converting it twice would round its weights again. Give one optimizer "
-            "several groups, or undo the first conversion with its handle's remove()."
+            "the model is converted already: converting it twice would round its weights again. Undo the first "
+            "conversion with its handle's remove()."
         )
     for name, param in model.named_parameters():
         if nn.parameter.is_lazy(param):

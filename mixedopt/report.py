@@ -15,11 +15,14 @@ class StepReport:
         applied: True iff the inner optimizer stepped.
         skipped: True iff the step met an inf or NaN and changed nothing.
         reason: why nothing was applied, else ``None``.
+        dropped_micro_steps: how many bad micro-steps were left out of the
+            gradients, with ``drop_bad_micro_steps``.
     """
 
     applied: bool = False
     skipped: bool = False
     reason: str | None = "no step yet"
+    dropped_micro_steps: int = 0
     _grad_norm: Tensor | None = None
     _loss_scale: Tensor | None = None
 
@@ -38,7 +41,8 @@ class StepReport:
         return None if self._loss_scale is None else float(self._loss_scale)
 
     def __repr__(self) -> str:
+        dropped = f"dropped_micro_steps={self.dropped_micro_steps}, " if self.dropped_micro_steps else ""
         return (
-            f"StepReport(applied={self.applied}, skipped={self.skipped}, reason={self.reason!r}, "
+            f"StepReport(applied={self.applied}, skipped={self.skipped}, reason={self.reason!r}, {dropped}"
             f"grad_norm={self.grad_norm}, loss_scale={self.loss_scale})"
         )

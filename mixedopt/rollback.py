@@ -9,7 +9,7 @@ optimizer that raises in the middle of its first step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -82,33 +82,78 @@ def _copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-class FirstStep:
-    """Context of a first step over parameters of some kind: if it raises, all is undone.
+class Snapshot:
+    """Context of a step that may fail half-way: if it raises, all is undone.
 
     Optimizers refuse what they cannot do in the middle of their first step
-    (Adafactor an empty tensor), with part of the weights moved. Masters and
-    state are copied to host memory for that one step.
+    (Adafactor an empty tensor), and those that evaluate the model several times
+    may meet an inf at any of them, with part of the weights moved. Masters,
+    state and hyperparameters are copied for that one step.
 
     Args:
         inner: the optimizer about to step.
         buckets: whose masters it may write.
+        device: where the copies of the masters go; ``None`` leaves them on
+            theirs.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        self._inner = inner
+    def __init__(
+        self, inner: torch.optim.Optimizer, buckets: Sequence[Bucket], device: torch.device | None = None
+    ) -> None:
+        self._optimizers = nested(inner)
         self._buckets = buckets
+        self._device = device
         self._masters: list[Tensor] = []
-        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._state: list[dict[Tensor, Any]] = []
+        self._hyper: list[list[dict[str, Any]]] = []
+        self._counters: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
-        self._masters = [bucket.flat_master.to("cpu", copy=True) for bucket in self._buckets]
-        self._state = {master: copy.deepcopy(entry) for master, entry in self._inner.state.items()}
+        self._masters = [b.flat_master.to(self._device or b.device, copy=True) for b in self._buckets]
+        self._state = [_copied_state(optimizer.state) for optimizer in self._optimizers]
+        self._hyper = [[_hyperparameters(g) for g in o.param_groups] for o in self._optimizers]
+        self._counters = [{k: v for k, v in vars(o).items() if isinstance(v, (int, float))} for o in self._optimizers]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            for bucket, saved in zip(self._buckets, self._masters, strict=True):
-                bucket.flat_master.copy_(saved)
-            self._inner.state.clear()
-            self._inner.state.update(self._state)
+        if error is None:
+            return
+        for bucket, saved in zip(self._buckets, self._masters, strict=True):
+            bucket.flat_master.copy_(saved)
+        saved_of = zip(self._optimizers, self._state, self._hyper, self._counters, strict=True)
+        for optimizer, state, hyper, counters in saved_of:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            vars(optimizer).update(counters)
+            for group, values in zip(optimizer.param_groups, hyper, strict=True):
+                _restore_(group, values)
+
+
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return ``optimizer`` and those that it holds as attributes (SAM, Lookahead), each once."""
+    found = [optimizer]
+    for each in found:
+        held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+        found += [value for value in held if not any(value is other for other in found)]
+    return found
+
+
+def _copied_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    # Keys are parameters: the memo keeps them, also where state refers to them.
+    memo = {id(key): key for key in state}
+    return {key: copy.deepcopy(entry, memo) for key, entry in state.items()}
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _restore_(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key in set(group) - set(values) - {"params"}:
+        del group[key]
+    for key, value in values.items():
+        if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+            group[key].copy_(value)  # schedulers hold a tensor learning rate itself
+        else:
+            group[key] = value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,12 @@ class Roster:
         if len(self.masters.of) < len(self.names):
             waiting = [p for p in self.names if p not in self.masters.of]
             self._adopt_late([p for p in waiting if p.grad is not None or (without_gradient and p.requires_grad)])
+
+    def refine_(self, original: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Give masters the low bits that ``original`` still knows."""
+        for param in self.masters.of:
+            if (value := original(param)) is not None:
+                self.masters.refine_(param, value)
 
     @torch.no_grad()
     def load_masters_(self, saved: Mapping[int, Tensor]) -> None:

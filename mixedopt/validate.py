@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,17 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mixedopt.errors import shown
+from mixedopt.distributed import several_ranks
+from mixedopt.errors import StepOrderError, shown
 from mixedopt.flat import plan_layout
 from mixedopt.groups import is_wrapped
 from mixedopt.masters import HALF_DTYPES
-from mixedopt.policy import check_dtype, check_model_and_policy
+from mixedopt.policy import CastPolicy, PolicyHandle, check_dtype, check_model_and_policy
+from mixedopt.scaler import LossScaler
 
 dtype = check_dtype
 
 logger = logging.getLogger("mixedopt")
 
 WHO = "MixedPrecisionOptimizer"
+# A constant power of two from here on, at a loss, is a loss scale.
+GRAD_SCALER = 2.0**8
 TRAINABLE = (*HALF_DTYPES, torch.float32)
 
 
@@ -31,12 +34,6 @@ def optimizer(value: object) -> None:
         raise TypeError(f"{WHO}(optimizer={shown(value)}): must be a torch.optim.Optimizer instance. Build one first.")
     if type(value).__module__.startswith("mixedopt.") or is_wrapped(value):
         raise TypeError(f"{WHO}(optimizer={type(value).__name__}(...)): is wrapped already. Wrap a bare one, once.")
-    closure = inspect.signature(value.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"{WHO}(optimizer={type(value).__name__}(...)): its step() re-evaluates a closure, which is not "
-            "supported. Use an optimizer whose step() needs no closure."
-        )
 
 
 def policy(value: object, model: object) -> None:
@@ -45,11 +42,6 @@ def policy(value: object, model: object) -> None:
         raise ValueError(f"{WHO}(policy=...): needs a model to convert. Pass model=, or leave policy out.")
     if model is not None:
         check_model_and_policy(WHO, model, value)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"{WHO}(model=DistributedDataParallel(...)): its buckets are made for fp32 gradients, which become half. "
-            "Wrap the optimizer around the bare model first, then the model in DistributedDataParallel."
-        )
 
 
 def max_grad_norm(value: object) -> None:
@@ -69,6 +61,56 @@ def choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{WHO}({name}={value!r}): must be {options} in this version. Leave it out for the default.")
 
 
+def drop_rule(value: object, gradients: str) -> None:
+    """Raise unless ``value`` is ``None``, or a function and gradients are added up in fp32."""
+    if value is None:
+        return
+    if not callable(value):
+        raise TypeError(
+            f"{WHO}(drop_bad_micro_steps={shown(value)}): must be a function of (kept, total) that returns a factor. "
+            "lambda kept, total: total / kept keeps a mean."
+        )
+    if gradients != "fp32":
+        raise ValueError(f"{WHO}(drop_bad_micro_steps=...): needs the sum in fp32. Pass gradients='fp32'.")
+
+
+def ranks(gradients: str) -> None:
+    """Raise ``ValueError`` if gradients would be taken before other ranks have seen them."""
+    if gradients != "autograd" and several_ranks():
+        raise ValueError(
+            f"{WHO}(gradients={gradients!r}): would take each gradient before DistributedDataParallel has averaged "
+            "it. Leave it out: between ranks gradients wait in .grad."
+        )
+
+
+def closure_options(inner: torch.optim.Optimizer, limit: float | None, *, shared: bool) -> None:
+    """Raise ``ValueError`` for what an optimizer that evaluates the model itself cannot have."""
+    name = type(inner).__name__
+    if limit is not None:
+        raise ValueError(
+            f"{WHO}(max_grad_norm={limit!r}): {name} searches along its gradients, which clipping would bend. "
+            "Leave it out."
+        )
+    if shared:
+        raise ValueError(
+            f"{WHO}(loss_scale=SharedLossScale(...)): {name} evaluates the model within its step. Give it a loss "
+            "scale of its own."
+        )
+
+
+def joining(handle: PolicyHandle, policy: CastPolicy | None, dtype: torch.dtype, scaler: LossScaler) -> None:
+    """Raise ``ValueError`` unless another optimizer may join a model as it was converted."""
+    if dtype != handle.plan.dtype:
+        raise ValueError(f"{WHO}(dtype={dtype!r}): the model was converted to {handle.plan.dtype}. Pass the same.")
+    if policy is not None and policy != handle.plan.policy:
+        raise ValueError(f"{WHO}(policy=...): the model was converted by another policy. Leave policy out.")
+    if not all(scaler.agrees_with(owner.scaler) for owner in handle.owners):
+        raise ValueError(
+            f"{WHO}(loss_scale=...): another optimizer trains this model, and one backward serves both. Pass one "
+            "SharedLossScale to both, or the same static scale."
+        )
+
+
 def loss(value: object) -> None:
     """Raise unless ``value`` is a floating tensor of one element."""
     if not isinstance(value, Tensor):
@@ -77,6 +119,35 @@ def loss(value: object) -> None:
         raise ValueError(f"backward(loss of {value.dtype}): must be floating. Compute the loss from model outputs.")
     if value.numel() != 1:
         raise ValueError(f"backward(loss of shape {tuple(value.shape)}): must be a scalar. Call .mean() or .sum().")
+
+
+def not_scaled(value: Tensor, scaler: LossScaler, *, look: bool) -> None:
+    """Raise ``StepOrderError`` if ``value`` is a loss that was scaled already.
+
+    Args:
+        value: a loss; a product with a constant 0-d tensor tells by which.
+        scaler: whose S it may have been multiplied by.
+        look: read the constant, too: a large power of two is GradScaler's.
+
+    Syncs: none; with ``look`` one, if the loss is such a product.
+    """
+    node = value.grad_fn
+    if node is None or node.name() != "MulBackward0":
+        return
+    try:
+        constant = node._saved_other  # type: ignore[attr-defined]
+    except RuntimeError:  # backward has freed it
+        return
+    # A Python number is a double or an integer here.
+    if constant is None or constant.dim() or constant.requires_grad or constant.dtype != torch.float32:
+        return
+    if constant.data_ptr() == scaler.state.scale.data_ptr():
+        raise StepOrderError("the loss was scaled twice: it comes from scale(). Call .backward() on it.")
+    if look and (size := float(constant)) >= GRAD_SCALER and math.frexp(size)[0] == 0.5:
+        raise StepOrderError(
+            f"the loss was multiplied by {size:g}, as torch.amp.GradScaler does: it would be scaled twice. Remove the "
+            "GradScaler: backward(loss) and step() of this optimizer do its work."
+        )
 
 
 def parameters(inner: torch.optim.Optimizer, root: nn.Module | None) -> dict[nn.Parameter, str]:

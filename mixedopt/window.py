@@ -2,40 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 
 from mixedopt.errors import StepOrderError
 from mixedopt.flat import Kind
-from mixedopt.gradients import GradientBuffer, global_norm, largest
-from mixedopt.masters import Bucket, MasterWeights
+from mixedopt.gradients import GradientBuffer, global_norm, largest, widen_sparse
+from mixedopt.holding import HeldGradients
+from mixedopt.masters import Bucket, MasterWeights, Moved
 
-# A missing gradient has no layout.
-DENSE = {torch.strided, None}
+# (micro-steps in the sum, micro-steps of the window) -> factor on the sum.
+DropRule = Callable[[int, int], float]
 
 
 class Window:
     """Where the gradients are, and in which unit.
 
-    They lie in the model's ``.grad``, scaled, until ``collect_`` moves them to
-    the flat fp32 buffers; ``multiply_`` works there; ``expose_`` shows them to
-    the inner optimizer as its parameters' ``.grad``.
+    They lie, scaled, in the model's ``.grad`` or in a store, until ``collect_``
+    moves them to the flat fp32 buffers (sparse ones to fp32 tensors of their
+    own); ``multiply_`` works there; ``expose_`` shows them to the inner
+    optimizer as its parameters' ``.grad``.
 
     Invariants between calls of the optimizer: ``unscaled`` is True iff the
     gradients were moved, divided by S and exposed, and wait for ``step``.
 
+    Attributes:
+        factor: what the sum is to be multiplied by, because micro-steps were
+            dropped; 1 otherwise.
+        kept: micro-steps in the sum, ``None`` unless they are droppable.
+        dropped: micro-steps left out of it.
+        stale: True iff S has moved since a backward, so that the gradients'
+            unit is unknown.
+
     Args:
         masters: whose gradients these are; may grow later.
+        gradients: who holds them during backward, as in the optimizer.
+        drop_rule: drop bad micro-steps alone.
     """
 
-    def __init__(self, masters: MasterWeights) -> None:
+    def __init__(self, masters: MasterWeights, gradients: str = "autograd", drop_rule: DropRule | None = None) -> None:
         self._masters = masters
         self._buffers: list[GradientBuffer] = []
         self._views: list[list[Tensor | None]] = []
+        self._sparse_values: list[Tensor] = []
+        self._drop_rule = drop_rule
+        self._held: HeldGradients | None = None
+        if gradients != "autograd":
+            self._held = HeldGradients(half=gradients == "half", droppable=drop_rule is not None)
         self.unscaled = False
+        self.stale = False
+        self.factor = 1.0
+        self.kept: int | None = None
+        self.dropped = 0
+        self.follow_()
+
+    def follow_(self) -> None:
+        """Take in buckets that are new."""
+        for bucket in self._masters.buckets[len(self._buffers) :]:
+            buffer = GradientBuffer(bucket.layout, bucket.device)
+            self._buffers.append(buffer)
+            if self._held is not None:
+                self._held.follow_(bucket, buffer)
+
+    @property
+    def holds(self) -> bool:
+        """True iff gradients have left the model's ``.grad`` and wait for ``step``."""
+        return self.unscaled or (self._held is not None and self._held.holds)
+
+    @property
+    def gathered(self) -> bool:
+        """True iff gradients lie in the flat buffers since the last ``close``."""
+        return bool(self._views)
+
+    def end_micro_step_(self) -> None:
+        """Note that the next backward belongs to another micro-step. Syncs: none."""
+        if self._held is not None:
+            self._held.end_micro_step_()
 
     def collect_(self) -> bool:
-        """Move the gradients into the flat buffers. Syncs: none.
+        """Move the gradients into the flat buffers.
 
         After ``unscale_`` they are there, and the caller's edits of the
         masters' gradients are taken over.
@@ -44,20 +91,28 @@ class Window:
             True iff there is any gradient.
 
         Raises:
-            ValueError: a gradient is not dense; nothing has been moved.
-            StepOrderError: a backward followed ``unscale_``.
+            ValueError: the rule for dropped micro-steps returned no factor.
+            StepOrderError: a backward followed ``unscale_``, or S has moved
+                since the backward.
+
+        Syncs: none; one with droppable micro-steps, one per sparse gradient.
         """
         buckets = self._masters.buckets
-        self._buffers += [GradientBuffer(b.layout, b.device) for b in buckets[len(self._buffers) :]]
         grads = [[param.grad for param in bucket.params] for bucket in buckets]
         fresh = any(grad is not None for mine in grads for grad in mine)
         if self.unscaled:
-            if fresh:
+            if fresh or (self._held is not None and self._held.holds):
                 raise StepOrderError("backward() after unscale_(): the new gradients have another unit. Call step().")
             self._views += [[None] * len(bucket.params) for bucket in buckets[len(self._views) :]]
             self._views = [self._take_edits_(*three) for three in zip(buckets, self._buffers, self._views, strict=True)]
-        elif fresh:
-            self._views = self._gather_(grads)
+            self._note_sparse()
+        elif fresh or self.holds:
+            if self.stale:
+                raise StepOrderError(
+                    "step() of gradients that were scaled before the shared loss scale moved: their unit is unknown. "
+                    "Call zero_grad() first, or accumulate with gradients='fp32'."
+                )
+            self._views = self._gather_(grads) if self._held is None else self._gather_held_(self._held)
             self._drop_model_grads()
         return any(view is not None for mine in self._views for view in mine)
 
@@ -66,18 +121,20 @@ class Window:
 
         Both 0-d, on the first bucket's device. Syncs: none.
         """
-        # Squares of scaled fp16 gradients stay inside fp32; the user's edits need not.
-        within = [bucket.dtype == torch.float16 and not self.unscaled for bucket in self._masters.buckets]
-        return global_norm([buffer.flat for buffer in self._buffers], within_fp32=within, exact=exact)
+        # Squares of scaled fp16 gradients stay inside fp32; sums of them and the user's edits need not.
+        single = self._held is None and not self.unscaled
+        within = [bucket.dtype == torch.float16 and single for bucket in self._masters.buckets]
+        within += [False] * len(self._sparse_values)
+        return global_norm(self._flats(), within_fp32=within, exact=exact)
 
     def largest(self) -> Tensor:
         """Return the largest |gradient|, inf or NaN iff there is one; 0-d. Syncs: none."""
-        return largest([buffer.flat for buffer in self._buffers])
+        return largest(self._flats())
 
-    def multiply_(self, factor: Tensor) -> None:
+    def multiply_(self, factor: Tensor | float) -> None:
         """Multiply every gradient by ``factor``: fp32, 0-d, on the host. Syncs: none."""
-        for buffer in self._buffers:
-            buffer.flat.mul_(factor)
+        for flat in self._flats():
+            flat.mul_(factor)
 
     def expose_(self) -> None:
         """Show the gradients as the masters' ``.grad``."""
@@ -85,26 +142,34 @@ class Window:
             for master, view in zip(bucket.masters, views, strict=True):
                 master.grad = view
 
-    def moved(self) -> list[list[bool] | None]:
-        """Return for each bucket which slots have a gradient, ``None`` for all."""
-        flags = [[view is not None for view in views] for views in self._views]
+    def moved(self) -> list[list[Moved] | None]:
+        """Return for each bucket which slots have a gradient, ``None`` for all: the rows of a sparse one."""
+        if self._sparse_values:
+            return [[_moved(view) for view in views] for views in self._views]
+        flags: list[list[Moved]] = [[view is not None for view in views] for views in self._views]
         return [None if all(mine) else mine for mine in flags]
 
     def kinds(self, *, beyond: frozenset[Kind]) -> frozenset[Kind]:
         """Return the kinds of parameters that have a gradient, without ``beyond``."""
-        if all(bucket.layout.kinds <= beyond for bucket in self._masters.buckets):
+        if not self._sparse_values and all(bucket.layout.kinds <= beyond for bucket in self._masters.buckets):
             return frozenset()
         pairs = zip(self._masters.buckets, self._views, strict=True)
         slots = ((s, v) for bucket, views in pairs for s, v in zip(bucket.layout.slots, views, strict=True))
-        return frozenset(slot.kind for slot, view in slots if view is not None) - beyond
+        return frozenset((*slot.kind[:2], view.is_sparse) for slot, view in slots if view is not None) - beyond
 
     def first_bad(self) -> str | None:
         """Return the first parameter with an inf or NaN. Syncs: one each."""
         for bucket, views in zip(self._masters.buckets, self._views, strict=True):
             for name, view in zip(bucket.names, views, strict=True):
-                if view is not None and not bool(view.isfinite().all()):
+                if view is not None and not bool((view._values() if view.is_sparse else view).isfinite().all()):
                     return name
         return None
+
+    def rescale_(self, factor: Tensor) -> None:
+        """Follow S, which moved by ``factor`` while gradients wait; or note that they are stale."""
+        in_model = any(param.grad is not None for bucket in self._masters.buckets for param in bucket.params)
+        if in_model or (self.holds and (self._held is None or not self._held.rescale_(factor))):
+            self.stale = True
 
     def close(self, *, keep_memory: bool = True) -> None:
         """Drop the gathered gradients and the masters' ``.grad``.
@@ -118,30 +183,70 @@ class Window:
                 for master in bucket.masters:
                     master.grad = None
             self._views = []
+            self._sparse_values = []
+        if self._held is not None:
+            self._held.clear_(keep_memory=keep_memory)
         for buffer in self._buffers:
             buffer.release(keep=keep_memory)
-        self.unscaled = False
+        self.unscaled = self.stale = False
+        self.factor, self.kept, self.dropped = 1.0, None, 0
+
+    def remove(self) -> None:
+        """Leave the gradients to autograd again."""
+        if self._held is not None:
+            self._held.remove()
 
     def _drop_model_grads(self) -> None:
         for bucket in self._masters.buckets:
             for param in bucket.params:
                 param.grad = None
 
+    def _flats(self) -> list[Tensor]:
+        return [buffer.flat for buffer in self._buffers] + self._sparse_values
+
     def _gather_(self, grads: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
         try:
             return [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
         except RuntimeError:  # torch copies no sparse tensor into a dense one
-            self._check_dense(grads)
-            raise
+            if not any(_is_sparse(grad) for mine in grads for grad in mine):
+                raise
+        dense = [[None if _is_sparse(grad) else grad for grad in mine] for mine in grads]
+        views = [buffer.gather_(mine) for buffer, mine in zip(self._buffers, dense, strict=True)]
+        return self._with_sparse(views, grads)
 
-    def _check_dense(self, grads: list[list[Tensor | None]]) -> None:
-        for bucket, mine in zip(self._masters.buckets, grads, strict=True):
-            if not _layouts(mine) <= DENSE:
-                bad = next(n for n, g in zip(bucket.names, mine, strict=True) if not _layouts([g]) <= DENSE)
+    def _gather_held_(self, held: HeldGradients) -> list[list[Tensor | None]]:
+        held.take_(self._masters.buckets)
+        grads = [[param.grad for param in bucket.params] for bucket in self._masters.buckets]
+        held.end_micro_step_()
+        self._settle(held)
+        return self._with_sparse(held.gather_(self._buffers), grads)
+
+    def _settle(self, held: HeldGradients) -> None:
+        if self._drop_rule is None:
+            return
+        self.kept, total = held.settle_()
+        self.dropped = total - self.kept
+        if self.kept and self.dropped:
+            self.factor = float(self._drop_rule(self.kept, total))
+            if not 0 < self.factor < torch.inf:
                 raise ValueError(
-                    f"the gradient of parameter {bad!r} is sparse: only dense gradients are supported. "
-                    "Build the embedding with sparse=False. Nothing has been changed."
+                    f"drop_bad_micro_steps({self.kept}, {total}) returned {self.factor!r}: must be a positive finite "
+                    "factor. total / kept keeps a mean."
                 )
+
+    def _with_sparse(
+        self, views: list[list[Tensor | None]], grads: list[list[Tensor | None]]
+    ) -> list[list[Tensor | None]]:
+        """Return the views with the sparse gradients among ``grads`` in their places, widened."""
+        for mine, theirs in zip(views, grads, strict=True):
+            for index, grad in enumerate(theirs):
+                if grad is not None and grad.is_sparse:
+                    mine[index] = widen_sparse(grad)
+        self._sparse_values = _sparse_values(view for mine in views for view in mine)
+        return views
+
+    def _note_sparse(self) -> None:
+        self._sparse_values = _sparse_values(view for mine in self._views for view in mine)
 
     def _take_edits_(self, bucket: Bucket, buffer: GradientBuffer, views: list[Tensor | None]) -> list[Tensor | None]:
         edited: list[Tensor | None] = []
@@ -149,11 +254,23 @@ class Window:
             if master.grad is view:
                 edited.append(view)
                 continue
-            target = view if view is not None else slot.view(buffer.flat)
+            if master.grad is not None and master.grad.is_sparse:
+                edited.append(widen_sparse(master.grad))
+                continue
+            target = view if view is not None and not view.is_sparse else slot.view(buffer.flat)
             target.zero_() if master.grad is None else target.copy_(master.grad)
             edited.append(None if master.grad is None else target)
         return edited
 
 
-def _layouts(grads: list[Tensor | None]) -> set[torch.layout | None]:
-    return {None if grad is None else grad.layout for grad in grads}
+def _is_sparse(grad: Tensor | None) -> bool:
+    return grad is not None and grad.is_sparse
+
+
+def _sparse_values(views: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the values of the sparse gradients, flat; writing them writes the gradients."""
+    return [view._values().view(-1) for view in views if view is not None and view.is_sparse]
+
+
+def _moved(view: Tensor | None) -> Moved:
+    return view._indices()[0] if view is not None and view.is_sparse else view is not None

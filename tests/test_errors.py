@@ -18,7 +18,6 @@ from models import (
     loss_of,
     masters_of,
     overflow,
-    seeded,
     snapshot,
     train,
     two_group_model,
@@ -34,6 +33,7 @@ from mixedopt import (
     DynamicLossScale,
     LossScaleError,
     MixedPrecisionOptimizer,
+    SharedLossScale,
     StaticLossScale,
     StepOrderError,
     convert,
@@ -101,7 +101,7 @@ def test_an_unknown_dtype_is_refused(dtype: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("master", "split"), ("master", None), ("gradients", "fp32"), ("tier", "fused"), ("tier", "Eager"), ("tier", 1)],
+    [("master", "split"), ("master", None), ("gradients", "fp16"), ("tier", "fused"), ("tier", "Eager"), ("tier", 1)],
 )
 def test_unknown_choices_list_what_is_allowed(option: str, value: Any, device: torch.device) -> None:
     """A choice that this version does not have is named with its value and the remedy."""
@@ -183,11 +183,25 @@ def test_a_wrapper_is_not_wrapped_again(device: torch.device, dtype: torch.dtype
     assert_same(before, snapshot(model, optimizer))
 
 
-def test_an_optimizer_that_re_evaluates_is_refused(device: torch.device) -> None:
-    """LBFGS is refused by name, before anything is converted."""
+def test_an_optimizer_that_re_evaluates_has_no_clip_and_no_shared_scale(device: torch.device) -> None:
+    """LBFGS searches along its gradients, and evaluates within its step: both are refused before any conversion."""
     model = two_group_model(device)
     inner = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])
-    refuse(TypeError, r"LBFGS\(\.\.\.\)\): its step\(\) re-evaluates a closure, which is not supported", model, inner)
+    refuse(ValueError, r"max_grad_norm=1.0\): LBFGS searches along its gradients", model, inner, max_grad_norm=1.0)
+    shared = SharedLossScale(2.0**4)
+    refuse(ValueError, r"SharedLossScale\(...\)\): LBFGS evaluates the model", model, inner, loss_scale=shared)
+
+
+def test_an_optimizer_that_re_evaluates_needs_its_closure(device: torch.device, dtype: torch.dtype) -> None:
+    """``step()`` of LBFGS without a closure is refused before anything is gathered."""
+    model = two_group_model(device)
+    inner = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad])
+    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, loss_scale=SMALL_SCALE)
+    optimizer.backward(loss_of(model, 0))
+    before = snapshot(model, optimizer)
+    with pytest.raises(TypeError, match=r"step\(\): LBFGS evaluates the model several times. Pass a closure that"):
+        optimizer.step()
+    assert_same(before, snapshot(model, optimizer))
 
 
 def test_a_policy_needs_a_model(device: torch.device) -> None:
@@ -221,7 +235,7 @@ def test_a_model_is_not_converted_twice(device: torch.device, dtype: torch.dtype
     """A second conversion would round twice: convert, convert and wrap, wrap and convert."""
     model = two_group_model(device)
     handle = convert(model, dtype)
-    match = r"is converted already: converting it twice would round its weights again\. Give one optimizer several"
+    match = r"is converted already: converting it twice would round its weights again\. Undo the first"
     refuse(ValueError, match, model, make_adamw(two_groups(model)), dtype=dtype)
     with pytest.raises(ValueError, match=match):
         convert(model, dtype)
@@ -407,26 +421,6 @@ def test_a_plain_backward_after_unscale_is_seen_at_step(device: torch.device, dt
     assert_same(before, snapshot(model, optimizer))
     optimizer.zero_grad()
     train(model, optimizer, [2])
-    assert optimizer.last_step.applied
-
-
-@pytest.mark.parametrize("first", ["step", "unscale_"])
-def test_a_sparse_gradient_is_named(first: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Sparse gradients are refused with nothing changed; dense steps go on."""
-    model = seeded(lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)), device)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, loss_scale=SMALL_SCALE)
-    optimizer.backward(model(torch.arange(3, device=device)).mean())
-    before = {key: value for key, value in snapshot(model, optimizer).items() if key != "grads"}
-    match = r"the gradient of parameter '0.weight' is sparse: only dense gradients .* Nothing has been changed\."
-    with pytest.raises(ValueError, match=match):
-        getattr(optimizer, first)()
-    assert_same(before, {key: value for key, value in snapshot(model, optimizer).items() if key != "grads"})
-    assert model[0].weight.grad.is_sparse
-    assert model[1].weight.grad is not None
-    optimizer.zero_grad()
-    force_grads(optimizer, 1.0)
-    optimizer.step()
     assert optimizer.last_step.applied
 
 

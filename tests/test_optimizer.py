@@ -432,8 +432,8 @@ def test_a_skip_is_logged_once(device: torch.device, dtype: torch.dtype, caplog:
         overflow(optimizer)
     said = "step skipped: inf or NaN in the gradients; loss_scale"
     assert records(caplog, logging.INFO) == [
-        f"{said} 128 -> 64 (1 skipped, 1 applied so far)",
-        f"{said} 64 -> 32 (2 skipped, 2 applied so far)",
+        f"{said} 128 -> 64 (1 in a row, 1 skipped, 1 applied so far)",
+        f"{said} 64 -> 32 (1 in a row, 2 skipped, 2 applied so far)",
     ]
     assert records(caplog, logging.WARNING) == []
 

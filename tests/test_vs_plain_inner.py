@@ -320,16 +320,6 @@ def test_refusal_does_not_spoil_the_next_step(dtype: torch.dtype, device: torch.
     assert all_same_bits(masters_of(optimizer), copies)
 
 
-def test_optimizer_that_needs_a_closure_is_refused_by_name(device: torch.device) -> None:
-    """LBFGS re-evaluates the model: the wrapper says so at construction and converts nothing."""
-    net = nn.Linear(3, 2).to(device)
-    inner = LBFGS([list(net.parameters())])
-    with pytest.raises(TypeError, match=r"LBFGS\(\.\.\.\)\): its step\(\) re-evaluates a closure"):
-        MixedPrecisionOptimizer(inner, net)
-    assert {param.dtype for param in net.parameters()} == {torch.float32}
-    assert inner.param_groups[0]["params"][0] is net.weight
-
-
 # -- known faults of others, as laws -------------------------------------------
 
 

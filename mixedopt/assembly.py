@@ -1,0 +1,159 @@
+"""Building the parts of an optimizer: check everything first, then change the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mixedopt import validate
+from mixedopt.closures import requires_closure
+from mixedopt.distributed import ddp_of
+from mixedopt.eager import EagerTier
+from mixedopt.errors import StepOrderError
+from mixedopt.loading import Fp32Loads
+from mixedopt.loss_scale import LossScaleConfig, resolve_config
+from mixedopt.policy import CastPlan, CastPolicy, PolicyHandle, check_fits, handle_of, unwrap
+from mixedopt.rollback import NormStatistics
+from mixedopt.roster import Roster
+from mixedopt.scaler import LossScaler, SharedLossScale
+from mixedopt.window import DropRule, Window
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of the optimizer; see there."""
+
+    dtype: torch.dtype
+    loss_scale: float | LossScaleConfig | SharedLossScale | None
+    policy: CastPolicy | None
+    max_grad_norm: float | None
+    master: str
+    gradients: str
+    tier: str
+    drop_bad_micro_steps: DropRule | None
+    restore_buffers: bool
+
+
+@dataclass(frozen=True, eq=False)  # no slots: a handle refers to it weakly
+class Parts:
+    """What an optimizer consists of.
+
+    Attributes:
+        handle: what was done to the model, by this optimizer or an earlier one.
+        loads: the watch on fp32 checkpoints.
+        shared: the loss scale, if others use it too.
+    """
+
+    roster: Roster
+    tier: EagerTier
+    handle: PolicyHandle | None
+    loads: Fp32Loads | None
+    shared: SharedLossScale | None
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scale."""
+        return self.tier.scaler
+
+    def check_in_force(self) -> None:
+        """Raise ``StepOrderError`` if the conversion was undone."""
+        if self.handle is not None and not self.handle.active:
+            raise StepOrderError("the conversion was removed: the model is fp32 again. Continue with optimizer.inner.")
+
+    def adopt_unfrozen_(self, *, without_gradient: bool = False) -> None:
+        """Make masters for what was unfrozen; see ``Roster.adopt_unfrozen_``."""
+        self.roster.adopt_unfrozen_(without_gradient=without_gradient)
+        self.tier.window.follow_()
+
+    @torch.no_grad()
+    def measure_(self) -> None:
+        """Judge the gradients ahead of ``step``, for a shared step. Syncs: one host read."""
+        self.check_in_force()
+        self.adopt_unfrozen_()
+        self.tier.decision = self.tier.measure_()
+        self.tier.measured = True
+
+    def return_to_fp32_(self) -> None:
+        """Leave the model fp32 and the inner optimizer in charge of it."""
+        self.tier.window.close()
+        self.roster.return_()
+        for watch in (self.tier.statistics, self.tier.guard, self.tier.window, self.loads):
+            if watch is not None:
+                watch.remove()
+
+
+def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Options) -> Parts:
+    """Check all arguments, convert the model, hand masters to ``inner``.
+
+    A model that another optimizer has converted is joined as it is.
+
+    Raises:
+        ValueError, TypeError: if an argument breaks its rule; nothing has been
+            changed then.
+    """
+    _check(inner, model, options)
+    root = None if model is None else unwrap(model)
+    joined = None if root is None else handle_of(root)
+    plan = None if root is None or joined else (options.policy or CastPolicy.default()).plan(root, options.dtype)
+    names = validate.parameters(inner, root)
+    dtypes = {p: p.dtype if plan is None else plan.dtypes.get(name, p.dtype) for p, name in names.items()}
+    shared = options.loss_scale if isinstance(options.loss_scale, SharedLossScale) else None
+    scaler = _scaler(options.loss_scale, dtypes)
+    if plan is not None:
+        check_fits(plan)
+    elif joined is not None:
+        validate.joining(joined, options.policy, options.dtype, scaler)
+    else:
+        validate.warn_if_all_fp32(dtypes.values())
+
+    roster = Roster(inner, root, names, dtypes)
+    tier = EagerTier(
+        inner,
+        roster.masters,
+        scaler,
+        Window(roster.masters, options.gradients, options.drop_bad_micro_steps),
+        max_grad_norm=options.max_grad_norm,
+        statistics=NormStatistics(root) if root is not None and options.restore_buffers else None,
+        shared=shared is not None,
+    )
+    loads = None if root is None else Fp32Loads(root, roster.masters)
+    parts = Parts(roster, tier, joined or _converted(plan, model), loads, shared)
+    if parts.handle is not None:
+        parts.handle.attach(parts)
+        roster.refine_(parts.handle.original)
+    return parts
+
+
+def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Options) -> None:
+    validate.optimizer(inner)
+    validate.dtype(options.dtype)
+    validate.max_grad_norm(options.max_grad_norm)
+    validate.choice("master", options.master, ("fp32",))
+    validate.choice("gradients", options.gradients, ("autograd", "half", "fp32"))
+    validate.choice("tier", options.tier, ("auto", "eager"))
+    validate.drop_rule(options.drop_bad_micro_steps, options.gradients)
+    validate.ranks(options.gradients)
+    validate.policy(options.policy, model)
+    if requires_closure(inner):
+        shared = isinstance(options.loss_scale, SharedLossScale)
+        validate.closure_options(inner, options.max_grad_norm, shared=shared)
+
+
+def _scaler(
+    loss_scale: float | LossScaleConfig | SharedLossScale | None, dtypes: Mapping[nn.Parameter, torch.dtype]
+) -> LossScaler:
+    if isinstance(loss_scale, SharedLossScale):
+        return loss_scale.scaler
+    return LossScaler(resolve_config(loss_scale, needs_scaling=torch.float16 in dtypes.values()))
+
+
+def _converted(plan: CastPlan | None, model: nn.Module | None) -> PolicyHandle | None:
+    """Convert what no master has converted yet."""
+    if plan is None or model is None:
+        return None
+    handle = PolicyHandle(plan, ddp_of(model))
+    handle.cast_(keep_originals=True)
+    return handle

@@ -1,0 +1,181 @@
+"""Inner optimizers that evaluate the model themselves: LBFGS, SAM and their kind.
+
+Each evaluation sees published weights and leaves unscaled gradients; the first
+that is not finite ends the step, and everything is as before it. A line search
+is told instead that the point is bad, and looks for a better one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixedopt.decision import Decision
+from mixedopt.eager import EagerTier
+from mixedopt.errors import StepOrderError
+from mixedopt.loss_scale import DynamicLossScale
+from mixedopt.report import StepReport
+from mixedopt.rollback import Snapshot
+
+Closure = Callable[[], Any]
+
+
+def evaluates_once(inner: torch.optim.Optimizer) -> bool:
+    """True iff ``step(closure)`` of ``inner`` begins with its only evaluation.
+
+    So it is with torch's own optimizers but LBFGS; of others nobody knows.
+    """
+    return type(inner).__module__.startswith("torch.optim.") and not requires_closure(inner)
+
+
+def requires_closure(inner: torch.optim.Optimizer) -> bool:
+    """True iff ``step`` of ``inner`` has no default for its closure."""
+    closure = inspect.signature(inner.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class RejectedError(Exception):
+    """An evaluation was not finite; unwinds the inner optimizer's step."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__("an evaluation was not finite")
+        self.decision = decision
+
+
+class Evaluations:
+    """What an inner optimizer calls in the place of the user's closure.
+
+    Args:
+        tier: whose masters, window and loss scale serve the evaluations.
+        closure: the user's: drops the gradients, computes the loss, calls
+            ``backward`` of the wrapper, returns the loss.
+    """
+
+    def __init__(self, tier: EagerTier, closure: Closure) -> None:
+        self._tier = tier
+        self._closure = closure
+        self.count = 0
+        self.first_loss: Any = None
+        self.decision: Decision | None = None  # of the last one with gradients
+
+    def __call__(self) -> Any:
+        """Evaluate the model at the masters as they are now.
+
+        Returns:
+            The loss, unscaled, fp32 if it is a half tensor.
+
+        Raises:
+            RejectedError: the gradients are not finite.
+            StepOrderError: gradients of the evaluation before are still there.
+
+        Syncs: one host read, one more in a line search.
+        """
+        tier = self._tier
+        tier.masters.publish_()
+        if not any(master.grad is not None for bucket in tier.masters.buckets for master in bucket.masters):
+            tier.drop_gradients_()  # the inner optimizer has cleared them
+        with torch.enable_grad():
+            loss = self._closure()
+        if tier.window.gathered:
+            raise StepOrderError(
+                "the closure added to the gradients of an earlier evaluation. Begin it with optimizer.zero_grad()."
+            )
+        loss = loss.detach().float() if isinstance(loss, Tensor) and loss.is_floating_point() else loss
+        self.count += 1
+        if self.count == 1:
+            self.first_loss = loss
+        self.decision = tier.measure_()
+        if self.decision is None:
+            return loss
+        if self.decision.skip:
+            return self._reject(loss, self.decision)
+        tier.prepare_(self.decision)
+        return loss
+
+    def _reject(self, loss: Any, decision: Decision) -> Any:
+        """End the step, or tell a line search that this point is no good."""
+        scaler = self._tier.scaler
+        config = scaler.config
+        lower = isinstance(config, DynamicLossScale) and bool(scaler.state.scale > config.min_scale)
+        to_blame_on_scale = lower and isinstance(loss, Tensor) and math.isfinite(float(loss))
+        if self.count == 1 or to_blame_on_scale or not _searches(self._tier.inner):
+            raise RejectedError(decision)
+        # Strong Wolfe brackets an infinite loss and bisects where gradients are NaN.
+        self._tier.window.multiply_(math.nan)
+        self._tier.window.expose_()
+        self.decision = None
+        return torch.full_like(loss, torch.inf) if isinstance(loss, Tensor) else math.inf
+
+
+@contextlib.contextmanager
+def undone_if_it_raises(tier: EagerTier) -> Iterator[None]:
+    """Take everything back, and show it in the model, if the block raises."""
+    try:
+        with Snapshot(tier.inner, tier.masters.buckets), tier.guard:
+            yield
+    except BaseException:
+        tier.masters.publish_()
+        raise
+
+
+def step_with_(tier: EagerTier, closure: Closure) -> Any:
+    """Let the inner optimizer step with ``closure``, or skip.
+
+    Gradients that are there already are the first evaluation's (SAM's); they
+    are judged, unscaled and shown as those of ``step`` are.
+
+    Args:
+        tier: masters, window and loss scale; changed as by ``step_``.
+        closure: see ``Evaluations``.
+
+    Returns:
+        What the inner optimizer's ``step`` returned; after a skip the loss of
+        the first evaluation.
+
+    Raises:
+        LossScaleError: one skip too many.
+        Anything that the closure or the inner optimizer raises; everything is
+        as before the step then.
+
+    Syncs: one host read for each evaluation.
+    """
+    before = tier.measure_()
+    evaluations = Evaluations(tier, closure)
+    decision: Decision | None
+    culprit: str | None = None
+    try:
+        if before is not None and before.skip:
+            raise RejectedError(before)
+        if before is not None:
+            tier.prepare_(before)
+        with undone_if_it_raises(tier):
+            result = tier.inner.step(evaluations)
+    except RejectedError as rejected:
+        decision, result = rejected.decision, evaluations.first_loss
+        culprit = tier.window.first_bad() if decision.exhausted else None
+        report = tier.report(decision)
+        tier.skip_(decision)
+    except BaseException:
+        tier.drop_gradients_()
+        raise
+    else:
+        decision = evaluations.decision or before
+        if decision is None:
+            tier.masters.publish_()
+            tier.finish_(StepReport(reason="no gradients"))
+            return result
+        report = tier.report(decision)
+        tier.publish_()
+    tier.finish_(report)
+    tier.scaler.move_(decision, culprit)
+    return result
+
+
+def _searches(inner: torch.optim.Optimizer) -> bool:
+    return isinstance(inner, torch.optim.LBFGS) and inner.param_groups[0]["line_search_fn"] == "strong_wolfe"

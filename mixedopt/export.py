@@ -1,0 +1,51 @@
+"""The fp32 model that a half model stands for: as a state dict, and as a module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixedopt.masters import HALF_DTYPES, MasterWeights
+from mixedopt.policy import remove_casts_
+
+
+def master_state_dict(masters: MasterWeights, model: nn.Module | None) -> dict[str, Any]:
+    """Return the fp32 state dict of ``model``, of the masters if ``None``; all copies."""
+    if model is None:
+        pairs = ((n, m) for b in masters.buckets for n, m in zip(b.names, b.masters, strict=True))
+        return {name: master.detach().clone() for name, master in pairs}
+    copies: dict[int, Tensor] = {}  # tied names share their copy, as in torch
+    exported = model.state_dict(keep_vars=True)
+    for name, value in exported.items():
+        if isinstance(value, Tensor):
+            exported[name] = copies.setdefault(id(value), _widened(masters, value))
+    return exported
+
+
+def master_model(masters: MasterWeights, model: nn.Module) -> nn.Module:
+    """Return a module like ``model``, in fp32, without casts, over the masters themselves.
+
+    Parameters share storage with the masters and buffers are the model's own,
+    so the module follows the training. Frozen half parameters are widened
+    copies. Nothing in it requires a gradient.
+    """
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        source = masters.of.get(param, param).detach()
+        shown = source.float() if source.dtype in HALF_DTYPES else source
+        memo[id(param)] = nn.Parameter(shown, requires_grad=False)
+    memo.update({id(buffer): buffer for buffer in model.buffers()})
+    twin = copy.deepcopy(model, memo)
+    remove_casts_(twin)
+    return twin
+
+
+def _widened(masters: MasterWeights, tensor: Tensor) -> Tensor:
+    """Return a copy: of the master, else of the tensor, half widened if a parameter."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    source = masters.of.get(tensor, tensor).detach()
+    return source.to(torch.float32 if source.dtype in HALF_DTYPES else source.dtype, copy=True)

@@ -1,0 +1,192 @@
+"""Gradients that do not wait in ``.grad``: taken as autograd finishes each one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from mixedopt.gradients import GradientBuffer, is_finite, largest
+from mixedopt.masters import Bucket
+
+
+class Store:
+    """The gradients of one bucket, added up in a flat buffer.
+
+    Invariants between calls: slots that are not ``present`` hold anything until
+    ``zero_absent_``.
+
+    Args:
+        bucket: whose gradients are taken.
+        buffer: where they are added up, in its dtype.
+    """
+
+    def __init__(self, bucket: Bucket, buffer: GradientBuffer) -> None:
+        self.buffer = buffer
+        self.present = [False] * len(bucket.params)
+
+    @torch.no_grad()
+    def add_(self, index: int, grad: Tensor) -> None:
+        """Add one gradient, dense, in the unit of the others. Syncs: none."""
+        view = self.buffer.views[index]
+        if self.present[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self.present[index] = True
+
+    def zero_absent_(self) -> None:
+        """Write zeros where there is no gradient. Syncs: none."""
+        absent = [view for view, there in zip(self.buffer.views, self.present, strict=True) if not there]
+        if absent:
+            torch._foreach_zero_(absent)
+
+    def clear_(self, *, keep_memory: bool) -> None:
+        """Forget all gradients."""
+        self.present = [False] * len(self.present)
+        self.buffer.release(keep=keep_memory)
+
+
+class TakeGradient:
+    """Post-accumulate hook of a parameter: moves ``.grad`` into a store, and frees it.
+
+    The hook does not keep the store alive: without the optimizer it does
+    nothing. Sparse gradients stay where they are.
+    """
+
+    def __init__(self, store: Store, index: int) -> None:
+        self._store = weakref.ref(store)
+        self._index = index
+
+    def __call__(self, param: Tensor) -> None:
+        """Take the gradient. Syncs: none."""
+        store = self._store()
+        if store is not None and param.grad is not None and not param.grad.is_sparse:
+            store.add_(self._index, param.grad)
+            param.grad = None
+
+
+class HeldGradients:
+    """All stores of one optimizer, and the micro-steps they were filled in.
+
+    With ``droppable``, a micro-step first waits in a staging store of the
+    model's dtype, since a bad value once added cannot be taken out. It joins
+    the sum, by a select on the device, iff all of it is finite.
+
+    Args:
+        half: gradients are added up in the model's dtype, else in fp32.
+        droppable: bad micro-steps are left out of the sum.
+    """
+
+    def __init__(self, *, half: bool, droppable: bool) -> None:
+        self._half = half
+        self._droppable = droppable
+        self._stores: list[Store] = []
+        self._stages: list[Store] = []
+        self._handles: list[RemovableHandle] = []
+        self._finite: list[Tensor] = []  # of each micro-step, bool, 0-d
+        self._presence: list[list[list[bool]]] = []  # of each micro-step, by bucket
+
+    def follow_(self, bucket: Bucket, buffer: GradientBuffer) -> None:
+        """Take the gradients of one more bucket.
+
+        Args:
+            bucket: the next one.
+            buffer: its fp32 buffer.
+        """
+        own = self._half and bucket.is_half
+        store = Store(bucket, GradientBuffer(bucket.layout, bucket.device, bucket.dtype) if own else buffer)
+        self._stores.append(store)
+        if self._droppable:
+            store = Store(bucket, GradientBuffer(bucket.layout, bucket.device, bucket.dtype))
+            self._stages.append(store)
+        for index, param in enumerate(bucket.params):
+            take = TakeGradient(store, index)
+            self._handles.append(param.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+
+    @property
+    def holds(self) -> bool:
+        """True iff some gradient was taken."""
+        return bool(self._finite) or any(any(store.present) for store in (*self._stores, *self._stages))
+
+    def take_(self, buckets: Sequence[Bucket]) -> None:
+        """Take what is in ``.grad`` all the same, written there by hand."""
+        for bucket, store in zip(buckets, self._stages or self._stores, strict=True):
+            for index, param in enumerate(bucket.params):
+                TakeGradient(store, index)(param)
+
+    @torch.no_grad()
+    def end_micro_step_(self) -> None:
+        """Let what was staged join the sum, if all of it is finite. Syncs: none."""
+        if not any(any(stage.present) for stage in self._stages):
+            return
+        if not self._finite:
+            for store in self._stores:
+                store.buffer.flat.zero_()
+        for stage in self._stages:
+            stage.zero_absent_()
+        finite = is_finite(largest([stage.buffer.flat for stage in self._stages]))
+        for store, stage in zip(self._stores, self._stages, strict=True):
+            there = finite.to(stage.buffer.flat.device, non_blocking=True)
+            store.buffer.flat.add_(torch.where(there, stage.buffer.flat, 0))
+        self._finite.append(finite)
+        self._presence.append([stage.present for stage in self._stages])
+        for stage in self._stages:
+            stage.clear_(keep_memory=True)
+
+    def settle_(self) -> tuple[int, int]:
+        """Return how many micro-steps are in the sum, and of how many.
+
+        A parameter whose gradients were all left out has none. If nothing is
+        left, the parameters of the bad micro-steps count as having one.
+
+        Syncs: one read, if micro-steps are droppable; else none.
+        """
+        if not self._finite:
+            return 0, 0
+        finite: list[bool] = torch.stack(self._finite).tolist()
+        kept = [there for there, good in zip(self._presence, finite, strict=True) if good]
+        for index, store in enumerate(self._stores):
+            flags = zip(*(there[index] for there in kept or self._presence), strict=True)
+            store.present = [any(each) for each in flags]
+        return len(kept), len(finite)
+
+    def gather_(self, buffers: Sequence[GradientBuffer]) -> list[list[Tensor | None]]:
+        """Bring the sums into the fp32 buffers and forget them here.
+
+        Returns:
+            For each bucket what ``GradientBuffer.gather_`` returns.
+        """
+        views: list[list[Tensor | None]] = []
+        for store, buffer in zip(self._stores, buffers, strict=True):
+            store.zero_absent_()
+            views.append([v if there else None for v, there in zip(buffer.views, store.present, strict=True)])
+            store.present = [False] * len(store.present)
+            if store.buffer is not buffer:
+                buffer.flat.copy_(store.buffer.flat)
+                store.clear_(keep_memory=True)
+        self._finite, self._presence = [], []
+        return views
+
+    def rescale_(self, factor: Tensor) -> bool:
+        """Multiply the sums by ``factor``; return False, undone, if half ones forbid it."""
+        self.end_micro_step_()
+        if any(store.buffer.dtype != torch.float32 for store in self._stores):
+            return False
+        for store in self._stores:
+            store.buffer.flat.mul_(factor)
+        return True
+
+    def clear_(self, *, keep_memory: bool) -> None:
+        """Forget all gradients."""
+        for store in (*self._stores, *self._stages):
+            store.clear_(keep_memory=keep_memory)
+        self._finite, self._presence = [], []
+
+    def remove(self) -> None:
+        """Leave the gradients to autograd again."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,213 @@
+"""One loss scale in use, and sharing it between optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mixedopt.decision import Decision
+from mixedopt.errors import shown
+from mixedopt.loss_scale import (
+    LossScaleConfig,
+    LossScaleState,
+    StaticLossScale,
+    exhausted_error,
+    init_state,
+    resolve_config,
+    update,
+)
+from mixedopt.window import Window
+
+HOST = torch.device("cpu")  # explicit: the default device and dtype are the user's
+
+
+class LossScaler:
+    """A configuration and the state that it moves, on the host.
+
+    Attributes:
+        config: how S moves.
+        state: S and its counters.
+        losses: how many losses were multiplied by S so far.
+    """
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self.config = config
+        self.state: LossScaleState = init_state(config, HOST)
+        self.losses = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return ``loss`` times S; fp32, or double if it is. Syncs: none."""
+        self.losses += 1
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        return wide * self.state.scale
+
+    def move_(self, decision: Decision, culprit: str | None) -> None:
+        """Take over the state after a step.
+
+        Args:
+            decision: of the step.
+            culprit: the first bad parameter, for the error.
+
+        Raises:
+            LossScaleError: one skip too many with S at its floor.
+        """
+        self.state.assign_(decision.following)
+        if decision.exhausted:
+            raise exhausted_error(self.config, self.state, culprit)
+
+    def agrees_with(self, other: object) -> bool:
+        """True iff a loss scaled by one is scaled by the other, now and later."""
+        if other is self or not isinstance(other, LossScaler):
+            return other is self
+        return isinstance(other.config, StaticLossScale) and other.config == self.config
+
+    def load_(self, config: LossScaleConfig, state: LossScaleState) -> None:
+        """Take over what a checkpoint holds."""
+        self.config = config
+        self.state.assign_(state)
+
+
+class Tier(Protocol):
+    """The part of a tier that a shared step needs."""
+
+    decision: Decision | None
+    measured: bool
+    window: Window
+
+
+class Member(Protocol):
+    """The parts of an optimizer."""
+
+    @property
+    def tier(self) -> Tier:
+        """What steps."""
+
+    def measure_(self) -> None:
+        """Judge the gradients ahead of ``step``."""
+
+
+class SharedLossScale:
+    """One loss scale for several optimizers: it moves once per iteration.
+
+    Pass it as ``loss_scale=`` to every optimizer that shares a backward with
+    another (two optimizers on one model, a GAN), then call ``step`` of this
+    object in the place of theirs.
+
+    Invariants between calls: all its optimizers scale with the same S.
+
+    Args:
+        config: a number, a ``StaticLossScale`` or a ``DynamicLossScale``.
+        skip: ``"all"``: an inf or NaN in one optimizer's gradients skips all
+            that step with it. ``"own"``: it skips that optimizer alone. S backs
+            off either way.
+
+    Raises:
+        ValueError, TypeError: if an argument breaks its rule.
+
+    Example:
+        >>> from mixedopt import DynamicLossScale, MixedPrecisionOptimizer
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        >>> shared = SharedLossScale(DynamicLossScale(init_scale=2.0**10))
+        >>> inner = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[1].parameters())
+        >>> first, second = (MixedPrecisionOptimizer(i, model, loss_scale=shared) for i in inner)
+        >>> first.backward(model(torch.ones(3, 4)).square().mean())
+        >>> shared.step(first, second)
+        >>> first.last_step.applied and second.last_step.applied
+        True
+    """
+
+    def __init__(self, config: float | LossScaleConfig, skip: str = "all") -> None:
+        if config is None:
+            raise TypeError("SharedLossScale(config=None): must be a number or a loss scale. Try DynamicLossScale().")
+        if skip not in ("all", "own"):
+            raise ValueError(f"SharedLossScale(skip={skip!r}): must be 'all' or 'own'. Leave it out for 'all'.")
+        self.skip = skip
+        self.scaler = LossScaler(resolve_config(config, needs_scaling=True))
+        self._members: weakref.WeakKeyDictionary[Any, Member] = weakref.WeakKeyDictionary()
+
+    @property
+    def loss_scale(self) -> float:
+        """S, for the next loss. Syncs: none."""
+        return float(self.scaler.state.scale)
+
+    def step(self, *optimizers: Any) -> None:
+        """Apply the gradients of each optimizer or skip, then move S once.
+
+        Hooks and schedulers see a ``step()`` of each optimizer. One without any
+        gradient neither steps nor counts; if none has any, S stays.
+
+        Args:
+            optimizers: those that share this iteration, in the order in which
+                they step. Those left out keep their gradients.
+
+        Raises:
+            StepOrderError, ValueError: as ``step`` of the optimizers; nothing
+                has been applied, the gathered gradients are dropped.
+            LossScaleError: after too many skips in a row with S at its floor.
+
+        Syncs: one host read for each optimizer.
+        """
+        members = self._members_of(optimizers)
+        tiers = [member.tier for member in members]
+        try:
+            for member in members:
+                member.measure_()
+            common = self._settle(tiers)
+            culprit = self._culprit(tiers) if common is not None and common.exhausted else None
+            for optimizer in optimizers:
+                optimizer.step()
+        except BaseException:
+            for tier in tiers:
+                tier.window.close(keep_memory=False)
+            raise
+        finally:
+            for tier in tiers:
+                tier.measured, tier.decision = False, None
+        if common is not None:
+            self._move_(common, culprit, stepped=tiers)
+
+    def join_(self, optimizer: Any, parts: Member) -> None:
+        """Let one more optimizer use this scale."""
+        self._members[optimizer] = parts
+
+    def _members_of(self, optimizers: Sequence[Any]) -> list[Member]:
+        for optimizer in optimizers:
+            if optimizer not in self._members:
+                raise ValueError(
+                    f"SharedLossScale.step({shown(type(optimizer).__name__)}): was not built with this scale. "
+                    "Pass loss_scale=shared to its MixedPrecisionOptimizer."
+                )
+        if not optimizers or len(set(optimizers)) < len(optimizers):
+            raise ValueError("SharedLossScale.step(): needs each optimizer of the iteration once. Name them.")
+        return [self._members[optimizer] for optimizer in optimizers]
+
+    def _settle(self, tiers: Sequence[Tier]) -> Decision | None:
+        """Make the decisions of all agree; return one of them, ``None`` without gradients."""
+        decisions = [tier.decision for tier in tiers if tier.decision is not None]
+        if not decisions:
+            return None
+        found_inf = any(decision.found_inf for decision in decisions)
+        following = update(self.scaler.config, self.scaler.state, torch.tensor(found_inf, device=HOST))
+        exhausted = bool(following.floor_skips >= self.scaler.config.max_consecutive_skips)
+        for tier in tiers:
+            if tier.decision is not None:
+                skip = tier.decision.skip or (self.skip == "all" and any(each.skip for each in decisions))
+                tier.decision = dataclasses.replace(tier.decision, skip=skip, following=following, exhausted=exhausted)
+        return next(tier.decision for tier in tiers if tier.decision is not None)
+
+    def _culprit(self, tiers: Sequence[Tier]) -> str | None:
+        return next(filter(None, (tier.window.first_bad() for tier in tiers)), None)
+
+    def _move_(self, common: Decision, culprit: str | None, *, stepped: Sequence[Tier]) -> None:
+        """Move S; gradients that wait in other optimizers follow."""
+        factor = common.following.scale / self.scaler.state.scale
+        if factor != 1:
+            for member in self._members.values():
+                if member.tier not in stepped:
+                    member.tier.window.rescale_(factor)
+        self.scaler.move_(common, culprit)
