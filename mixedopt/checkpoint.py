@@ -7,7 +7,8 @@ A state dict is torch's, with a few keys more::
     mixedopt      {"format", "names", "loss_scale", "applied_steps", "skipped_steps"}
 
 A dict without the ``mixedopt`` key is a plain torch optimizer's: its moments
-and hyperparameters are loaded, masters and scale are left alone.
+and hyperparameters are loaded, masters and scale are left alone. What else an
+inner optimizer writes, beside or inside ``state``, is kept and handed back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mixedopt.copies import copied
 from mixedopt.errors import CheckpointError
 from mixedopt.masters import HALF_DTYPES
 
@@ -55,15 +57,13 @@ class Checkpoint:
     """A validated state dict, in terms of this optimizer's parameter order.
 
     Attributes:
-        state: position -> inner state; tensors are copies.
-        groups: hyperparameters, in torch's layout.
+        inner: what the inner optimizer is to load; tensors are copies.
         masters: position -> fp32 master, as saved; empty for a plain torch dict.
         extras: the content of the ``mixedopt`` key, ``None`` for plain torch.
         keys: names that did not match.
     """
 
-    state: dict[int, dict[str, Any]]
-    groups: list[dict[str, Any]]
+    inner: dict[str, Any]
     masters: dict[int, Tensor]
     extras: dict[str, Any] | None
     keys: IncompatibleKeys
@@ -77,12 +77,14 @@ def pack(inner: Mapping[str, Any], places: Sequence[Place], extras: Mapping[str,
         places: every parameter, in group order.
         extras: loss scale and counters.
     """
-    state = {key: dict(entry) for key, entry in inner["state"].items()}
+    state = {key: dict(entry) if isinstance(entry, Mapping) else entry for key, entry in inner.get("state", {}).items()}
     for index, place in enumerate(places):
         if place.master is not None:
             state[index] = {"master": place.master.detach(), **state.get(index, {})}
     names = [place.name for place in places]
-    return {**inner, "state": state, KEY: {"format": FORMAT, "names": names, **extras}}
+    groups = inner.get("param_groups", [{"params": list(range(len(places)))}])
+    about = {"format": FORMAT, "names": names, "inner_keys": list(inner), **extras}
+    return {**inner, "state": state, "param_groups": groups, KEY: about}
 
 
 def unpack(
@@ -99,6 +101,8 @@ def unpack(
     """
     _check_structure(saved)
     extras = saved.get(KEY)
+    if len(saved["param_groups"]) == 1 and "param_groups" not in _inner_keys(saved):
+        group_sizes = [sum(group_sizes)]  # the inner optimizer writes no groups
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     names = [place.name for place in places]
@@ -121,14 +125,29 @@ def unpack(
     if problems:
         raise _error(problems)
     found = {index: entries[name] for index, name in enumerate(names) if name in entries}
-    state = {i: {k: _copied(v) for k, v in entry.items() if k != "master"} for i, entry in found.items()}
     return Checkpoint(
-        {index: entry for index, entry in state.items() if entry},
-        _renumbered(saved["param_groups"], group_sizes),
+        _for_inner(saved, found, set(ids), group_sizes),
         {index: entry["master"] for index, entry in found.items() if "master" in entry},
         extras,
         keys,
     )
+
+
+def _for_inner(
+    saved: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]], ids: set[Any], sizes: Sequence[int]
+) -> dict[str, Any]:
+    """Return copies of what the inner optimizer wrote, numbered by position."""
+    state = {i: {k: copied(v) for k, v in entry.items() if k != "master"} for i, entry in found.items()}
+    shared = {k: copied(v) for k, v in saved["state"].items() if k not in ids and not isinstance(k, int)}
+    new = {key: copied(value) for key, value in saved.items() if key not in ("state", "param_groups", KEY)}
+    new["state"] = {**{index: entry for index, entry in state.items() if entry}, **shared}
+    new["param_groups"] = _renumbered(saved["param_groups"], sizes)
+    return {key: value for key, value in new.items() if key in _inner_keys(saved)}
+
+
+def _inner_keys(saved: Mapping[str, Any]) -> list[str]:
+    written: Sequence[str] | None = (saved.get(KEY) or {}).get("inner_keys")
+    return [key for key in saved if key != KEY] if written is None else list(written)
 
 
 def load_inner_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
@@ -139,13 +158,13 @@ def load_inner_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
     """
     before = inner.state, inner.param_groups  # torch replaces both, it does not write into them
     try:
-        inner.load_state_dict({"state": loaded.state, "param_groups": loaded.groups})
+        inner.load_state_dict(loaded.inner)
     except Exception as error:
         inner.state, inner.param_groups = before
         raise CheckpointError(f"{type(inner).__name__} refused the state: {error}. Nothing was loaded.") from error
     params = [param for group in inner.param_groups for param in group["params"]]
-    for index, entry in loaded.state.items():
-        if params[index].dtype in HALF_DTYPES:  # frozen: torch has cast its state to half
+    for index, entry in loaded.inner.get("state", {}).items():
+        if isinstance(index, int) and params[index].dtype in HALF_DTYPES:  # frozen: torch has cast its state to half
             inner.state[params[index]] = entry
 
 
@@ -154,10 +173,13 @@ def _check_structure(saved: Any) -> None:
     if not (isinstance(saved, Mapping) and "state" in saved and "param_groups" in saved):
         raise CheckpointError("not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.")
     state, groups, extras = saved["state"], saved["param_groups"], saved.get(KEY)
-    if not (isinstance(state, Mapping) and all(isinstance(entry, Mapping) for entry in state.values())):
-        raise _error(["a 'state' that is not a dict of dicts"])
+    if not isinstance(state, Mapping):
+        raise _error(["a 'state' that is not a dict"])
     if not (isinstance(groups, Sequence) and all(_is_group(group) for group in groups)):
         raise _error(["'param_groups' that are not a list of dicts with 'params'"])
+    ids = {identity for group in groups for identity in group["params"]}
+    if not all(isinstance(entry, Mapping) for identity, entry in state.items() if identity in ids):
+        raise _error(["a 'state' that is not a dict of dicts"])
     if extras is None:
         return
     if not isinstance(extras, Mapping):
@@ -221,7 +243,7 @@ def _master_problems(place: Place, value: Any) -> list[str]:
 def _renumbered(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
     positions = iter(range(sum(sizes)))
     return [
-        {**{key: _copied(value) for key, value in group.items()}, "params": [next(positions) for _ in range(size)]}
+        {**{key: copied(value) for key, value in group.items()}, "params": [next(positions) for _ in range(size)]}
         for group, size in zip(groups, sizes, strict=True)
     ]
 
@@ -229,8 +251,3 @@ def _renumbered(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> li
 def _error(problems: list[str]) -> CheckpointError:
     shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
     return CheckpointError(f"state_dict has {shown}. Nothing was loaded.")
-
-
-def _copied(value: Any) -> Any:
-    # torch's load_state_dict keeps the caller's tensors: two optimizers would share them.
-    return value.clone() if isinstance(value, Tensor) else value

@@ -19,6 +19,7 @@ from torch import Tensor
 from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
+from mixedopt.groups import is_torchs
 from mixedopt.loss_scale import DynamicLossScale
 from mixedopt.report import StepReport
 from mixedopt.rollback import Snapshot
@@ -31,7 +32,7 @@ def evaluates_once(inner: torch.optim.Optimizer) -> bool:
 
     So it is with torch's own optimizers but LBFGS; of others nobody knows.
     """
-    return type(inner).__module__.startswith("torch.optim.") and not requires_closure(inner)
+    return is_torchs(inner) and not requires_closure(inner)
 
 
 def requires_closure(inner: torch.optim.Optimizer) -> bool:
@@ -117,7 +118,7 @@ class Evaluations:
 def undone_if_it_raises(tier: EagerTier) -> Iterator[None]:
     """Take everything back, and show it in the model, if the block raises."""
     try:
-        with Snapshot(tier.inner, tier.masters.buckets), tier.guard:
+        with Snapshot(tier.inner, tier.masters.buckets), tier.at_work():
             yield
     except BaseException:
         tier.masters.publish_()

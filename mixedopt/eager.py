@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from mixedopt.decision import Decision, Evidence, decide
 from mixedopt.flat import Kind
 from mixedopt.gradients import clip_factor, unscale_factor
-from mixedopt.groups import StepGuard
+from mixedopt.groups import StepGuard, is_torchs
 from mixedopt.loss_scale import LossScaleConfig, LossScaleState, StaticLossScale, state_from_dict, state_to_dict
 from mixedopt.masters import MasterWeights, Moved
 from mixedopt.report import StepReport
@@ -267,9 +267,19 @@ class EagerTier:
     def _step_inner_(self) -> None:
         kinds = self.window.kinds(beyond=self._proven)
         first = Snapshot(self.inner, self.masters.buckets, HOST) if kinds else contextlib.nullcontext()
-        with first, self.guard:
+        with first, self.at_work():
             self.inner.step()
         self._proven |= kinds
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Context in which the inner optimizer may step, and after which its masters are in their places."""
+        try:
+            with self.guard:
+                yield
+        finally:
+            if not is_torchs(self.inner):
+                self.masters.reclaim_()
 
     def _check(self, decision: Decision) -> None:
         if decision.unfit:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from mixedopt.copies import widened
 from mixedopt.errors import StepOrderError
 from mixedopt.masters import HALF_DTYPES
 
@@ -56,6 +57,11 @@ class StepGuard:
     def remove(self) -> None:
         """Give the optimizer back to its owner."""
         self._handle.remove()
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """True iff its class is torch's own, whose ways are known."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def is_wrapped(inner: torch.optim.Optimizer) -> bool:
@@ -117,21 +123,29 @@ class GroupView(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
+def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return ``optimizer`` and those that it holds as attributes (SAM, Lookahead), each once."""
+    found = [optimizer]
+    for each in found:
+        held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+        found += [value for value in held if not any(value is other for other in found)]
+    return found
+
+
 def rekey_(inner: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Hand ``inner`` other parameters in the place of those it has.
 
-    State follows its parameter; what was kept in half is widened to fp32.
+    State follows its parameter, also in optimizers that ``inner`` holds. What
+    was kept in the format of a half parameter is widened to fp32.
 
     Args:
         inner: groups and state are modified in place.
         moved: old parameter -> new parameter; others stay.
     """
-    for group in inner.param_groups:
-        group["params"][:] = [moved.get(param, param) for param in group["params"]]  # LBFGS keeps the list itself
-    for old, new in moved.items():
-        if old in inner.state:
-            inner.state[new] = {key: _widened(value) for key, value in inner.state.pop(old).items()}
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
+    for optimizer in nested(inner):
+        for group in optimizer.param_groups:
+            group["params"][:] = [moved.get(param, param) for param in group["params"]]  # LBFGS keeps the list itself
+        for old, new in moved.items():
+            if old in optimizer.state:
+                state = optimizer.state.pop(old)
+                optimizer.state[new] = widened(state, old.dtype) if old.dtype in HALF_DTYPES else state

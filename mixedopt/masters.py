@@ -60,6 +60,7 @@ class Bucket:
             for param, view in zip(self.params, self.layout.model_views(self.flat_model), strict=True):
                 param.data = view
         self._note_storage()
+        self._master_pointers = list(map(Tensor.data_ptr, self.masters))
 
     @property
     def is_half(self) -> bool:
@@ -130,6 +131,19 @@ class Bucket:
         if self.is_half and list(map(_VERSION, self.params)) != self._versions:
             self.refresh_()
 
+    def reclaim_(self) -> None:
+        """Bring back masters that the inner optimizer has moved to storage of their own.
+
+        Some do (``p.data = p.data.contiguous()``): the flat buffer, and with it
+        the model, would stay behind. Syncs: none.
+        """
+        if list(map(Tensor.data_ptr, self.masters)) != self._master_pointers:
+            for slot, master, pointer in zip(self.layout.slots, self.masters, self._master_pointers, strict=True):
+                if master.data_ptr() != pointer:
+                    view = slot.view(self.flat_master)
+                    view.copy_(master.detach())
+                    master.data = view
+
     def first_unfit(self) -> tuple[str, float] | None:
         """Return name and size of the first finite master beyond the half range."""
         if not self.is_half:
@@ -176,6 +190,12 @@ class MasterWeights:
         """Notice weights written in place; see ``Bucket.adopt_edits_``."""
         for bucket in self.buckets:
             bucket.adopt_edits_()
+
+    @torch.no_grad()
+    def reclaim_(self) -> None:
+        """Bring masters back into the flat buffers; see ``Bucket.reclaim_``."""
+        for bucket in self.buckets:
+            bucket.reclaim_()
 
     @torch.no_grad()
     def refresh_(self) -> None:

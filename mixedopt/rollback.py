@@ -8,7 +8,6 @@ optimizer that raises in the middle of its first step.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -19,6 +18,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from mixedopt.casting import WeakHook
+from mixedopt.copies import copied
+from mixedopt.groups import nested
 from mixedopt.masters import Bucket
 
 
@@ -110,8 +111,8 @@ class Snapshot:
 
     def __enter__(self) -> None:
         self._masters = [b.flat_master.to(self._device or b.device, copy=True) for b in self._buckets]
-        self._state = [_copied_state(optimizer.state) for optimizer in self._optimizers]
-        self._hyper = [[_hyperparameters(g) for g in o.param_groups] for o in self._optimizers]
+        self._state = [_entries(optimizer.state) for optimizer in self._optimizers]
+        self._hyper = [[_entries(g, but="params") for g in o.param_groups] for o in self._optimizers]
         self._counters = [{k: v for k, v in vars(o).items() if isinstance(v, (int, float))} for o in self._optimizers]
 
     def __exit__(
@@ -130,23 +131,8 @@ class Snapshot:
                 _restore_(group, values)
 
 
-def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return ``optimizer`` and those that it holds as attributes (SAM, Lookahead), each once."""
-    found = [optimizer]
-    for each in found:
-        held = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
-        found += [value for value in held if not any(value is other for other in found)]
-    return found
-
-
-def _copied_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    # Keys are parameters: the memo keeps them, also where state refers to them.
-    memo = {id(key): key for key in state}
-    return {key: copy.deepcopy(entry, memo) for key, entry in state.items()}
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+def _entries(held: Mapping[Any, Any], but: str | None = None) -> dict[Any, Any]:
+    return {key: copied(value) for key, value in held.items() if key != but}
 
 
 def _restore_(group: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -32,6 +32,11 @@ def optimizer(value: object) -> None:
     """Raise ``TypeError`` unless ``value`` can be wrapped."""
     if not isinstance(value, torch.optim.Optimizer):
         raise TypeError(f"{WHO}(optimizer={shown(value)}): must be a torch.optim.Optimizer instance. Build one first.")
+    if "_optimizer_step_pre_hooks" not in vars(value):
+        raise TypeError(
+            f"{WHO}(optimizer={type(value).__name__}(...)): has no step hooks, since its class does not call "
+            "torch.optim.Optimizer.__init__. Call it there."
+        )
     if type(value).__module__.startswith("mixedopt.") or is_wrapped(value):
         raise TypeError(f"{WHO}(optimizer={type(value).__name__}(...)): is wrapped already. Wrap a bare one, once.")
 

@@ -117,7 +117,10 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert command in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize("name", [f"mixedopt.{path.stem}" for path in sorted((ROOT / "mixedopt").glob("[!_]*.py"))])
+ROOMS = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in sorted((ROOT / "mixedopt").rglob("[!_]*.py"))]
+
+
+@pytest.mark.parametrize("name", ROOMS)
 def test_the_examples_in_docstrings_hold(name: str) -> None:
     """Every ``>>>`` gives what it shows."""
     module = importlib.import_module(name)
