@@ -11,7 +11,6 @@ from torch import nn
 
 from mixedopt.copies import widened
 from mixedopt.errors import StepOrderError
-from mixedopt.masters import HALF_DTYPES
 
 
 def init_protocol(wrapper: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
@@ -132,15 +131,21 @@ def nested(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return found
 
 
-def rekey_(inner: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def rekey_(
+    inner: torch.optim.Optimizer,
+    moved: Mapping[nn.Parameter, nn.Parameter],
+    halves: Mapping[nn.Parameter, torch.dtype],
+) -> None:
     """Hand ``inner`` other parameters in the place of those it has.
 
     State follows its parameter, also in optimizers that ``inner`` holds. What
-    was kept in the format of a half parameter is widened to fp32.
+    was kept in the format of a half parameter is widened to fp32; what is half
+    beside an fp32 parameter is meant to be.
 
     Args:
         inner: groups and state are modified in place.
         moved: old parameter -> new parameter; others stay.
+        halves: old parameters that were half, and their dtype.
     """
     for optimizer in nested(inner):
         for group in optimizer.param_groups:
@@ -148,4 +153,4 @@ def rekey_(inner: torch.optim.Optimizer, moved: Mapping[nn.Parameter, nn.Paramet
         for old, new in moved.items():
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
-                optimizer.state[new] = widened(state, old.dtype) if old.dtype in HALF_DTYPES else state
+                optimizer.state[new] = widened(state, halves[old]) if old in halves else state

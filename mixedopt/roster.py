@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mixedopt import validate
 from mixedopt.checkpoint import Place
 from mixedopt.groups import GroupView, rekey_
-from mixedopt.masters import MasterWeights
+from mixedopt.masters import HALF_DTYPES, MasterWeights
 
 
 class Roster:
@@ -107,13 +107,14 @@ class Roster:
         """Leave the model fp32 and hand its parameters back to ``inner``."""
         self.masters.adopt_edits_()
         self.masters.widen_()
-        rekey_(self.inner, {master: param for param, master in self.masters.of.items()})
+        rekey_(self.inner, {master: param for param, master in self.masters.of.items()}, {})
 
     def _adopt(self, params: list[nn.Parameter], dtypes: Mapping[nn.Parameter, torch.dtype]) -> None:
         """Make masters for ``params`` and hand them to the inner optimizer."""
         named = [(self.names[param], param) for param in params]
+        halves = {param: param.dtype for param in params if param.dtype in HALF_DTYPES}
         self.masters.extend(named, [dtypes[param] for param in params])
-        rekey_(self.inner, {param: self.masters.of[param] for param in params})
+        rekey_(self.inner, {param: self.masters.of[param] for param in params}, halves)
 
     def _adopt_late(self, params: Iterable[nn.Parameter]) -> None:
         """Make masters in mid-life: dtypes and gradients stay as they are."""

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "gradients": {"flat"},
     "masters": {"flat", "gradients"},
     "holding": {"gradients", "masters"},
-    "groups": {"copies", "errors", "masters"},
+    "groups": {"copies", "errors"},
     "loading": {"casting", "masters"},
     "rollback": {"casting", "copies", "groups", "masters"},
     "policy": {"casting", "distributed", "errors", "masters"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,6 +112,13 @@ class KnowsHalf(Plain):
 
 class Noisy(Plain):
     def move(self, param: nn.Parameter, index: int, lr: float) -> None:
+        super().move(param, index, lr * random.random())
+
+
+class Draws(Plain):
+    """Draws from torch's generator, which the check seeds."""
+
+    def move(self, param: nn.Parameter, index: int, lr: float) -> None:
         super().move(param, index, lr * float(torch.rand(())))
 
 
@@ -151,7 +159,8 @@ class KeepsNoState(Plain):
         (CachesParameters, "equality", F, "float16: step 0: master 0 differs by up to"),
         (KnowsHalf, "equality", F, "float16: step 0: master 0 differs by up to"),
         (KnowsHalf, "rollback", F, "inf in step 0: master 0 differs"),
-        (Idle, "equality", F, "float16: nothing moved"),
+        (Idle, "equality", NA, "the bare optimizer moves nothing"),
+        (Draws, "equality", P, ""),
         (Noisy, "equality", NA, "two bare runs differ"),
         (ForgetsMomentum, "resume", NA, "does not resume exactly (0 differs by up to"),
         (KeepsNoState, "resume", NA, "does not resume exactly"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,13 +50,25 @@ class Problem:
         """Return half gradients, times ``SCALE``.
 
         Without a closure they depend on the step alone. With one they are those
-        of half the squared distance from zero, at the half weights given.
+        of ``loss`` at the half weights given.
         """
         if self.closure:
-            return [(weight.float() * SCALE).to(self.dtype) for weight in weights]
+            return [(weight.float() * ((1 + i) * SCALE)).to(self.dtype) for i, weight in enumerate(weights)]
         generator = torch.Generator().manual_seed(1000 * self.seed + step + 1)
         drawn = [torch.randn(shape, generator=generator) for shape in self.shapes]
         return [self._laid_out(grad.mul_(SCALE).to(self.dtype)) for grad in drawn]
+
+    def loss(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return a quadratic, steeper in each parameter than in the one before."""
+        squares = [(1 + i) / 2 * weight.float().square().sum() for i, weight in enumerate(weights)]
+        return torch.stack(squares).sum()
+
+    @contextlib.contextmanager
+    def randomness(self, step: int) -> Iterator[None]:
+        """Context in which torch draws the same numbers at every call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 * self.seed + step)
+            yield
 
     def _laid_out(self, grad: Tensor) -> Tensor:
         if not self.sparse:
@@ -88,7 +101,8 @@ class Bare:
     def __init__(self, factory: Factory, problem: Problem) -> None:
         self.problem = problem
         self.params = [nn.Parameter(weight) for weight in problem.weights()]
-        self.optimizer = factory(self.params)
+        with problem.randomness(0):
+            self.optimizer = factory(self.params)
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -103,14 +117,12 @@ class Bare:
             grads = self.problem.gradients(step, seen)
             for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
                 param.grad = None if grad is None or index in absent else _unscaled(grad)
-            return _loss(seen)
+            return self.problem.loss(seen)
 
-        if self.problem.closure:
-            evaluate()  # the first gradients, for those that want them before the closure
-            self.optimizer.step(evaluate)  # type: ignore[arg-type]  # torch's own closures return tensors
-        else:
-            evaluate()
-            self.optimizer.step()
+        evaluate()  # also before a closure, for those that want gradients then
+        closure = [evaluate] if self.problem.closure else []
+        with self.problem.randomness(step):
+            self.optimizer.step(*closure)  # type: ignore[arg-type]  # torch's own closures return tensors
         for param in self.params:
             param.grad = None
 
@@ -137,8 +149,10 @@ class Wrapped:
         self.problem = problem
         self.model = nn.ParameterList([nn.Parameter(weight) for weight in problem.weights()])
         self.params = list(self.model.parameters())
+        with problem.randomness(0):
+            inner = factory(self.params)
         self.optimizer = MixedPrecisionOptimizer(
-            factory(self.params), self.model, dtype=problem.dtype, policy=CastPolicy.none(), loss_scale=SCALE
+            inner, self.model, dtype=problem.dtype, policy=CastPolicy.none(), loss_scale=SCALE
         )
 
     @property
@@ -159,17 +173,17 @@ class Wrapped:
             last = [param.grad for param in self.params if param.grad is not None][-1]
             if bad is not None:
                 (last._values() if last.is_sparse else last).view(-1)[-1] = bad
-            return _loss(seen)
+            return self.problem.loss(seen)
 
         evaluate()
-        if self.problem.closure:
-            self.optimizer.step(evaluate)
-        else:
-            self.optimizer.step()
+        closure = [evaluate] if self.problem.closure else []
+        with self.problem.randomness(step):
+            self.optimizer.step(*closure)
 
     def masters(self) -> list[Tensor]:
-        """Return copies of the masters."""
-        return [master.detach().clone() for _, master in self.optimizer.named_masters()]
+        """Return copies of the masters, in the order of the parameters."""
+        by_name = dict(self.optimizer.named_masters())
+        return [by_name[str(index)].detach().clone() for index in range(len(self.params))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict that went through a file, and the weights."""
@@ -245,10 +259,6 @@ def _unscaled(grad: Tensor) -> Tensor:
             grad._indices(), grad._values().float() / SCALE, grad.shape, is_coalesced=True, check_invariants=False
         )
     return grad.float() / SCALE
-
-
-def _loss(weights: Sequence[Tensor]) -> Tensor:
-    return torch.stack([weight.float().square().sum() / 2 for weight in weights]).sum()
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
