@@ -40,7 +40,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         optimizer: any ``torch.optim.Optimizer`` over parameters of ``model``,
             fresh or in mid-life. From now on it holds the masters; step this
             wrapper, not it. Gradients left over from before are dropped.
-        model: converted in place by ``policy``. ``None`` leaves everything as
+        model: converted in place by ``policy``; if another optimizer has done
+            that, joined as it is. ``None`` leaves everything as
             it is (the ``model.half()`` workflow): the optimizer's parameters
             may be half and fp32 in any mix.
         dtype: what ``policy`` makes of the model, ``torch.float16`` or

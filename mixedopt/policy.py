@@ -22,7 +22,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
-from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, RootOutputs
+from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, RootOutputs, WeakHook
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
 from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
@@ -316,14 +316,17 @@ def handle_of(model: nn.Module) -> PolicyHandle | None:
 
 def remove_casts_(model: nn.Module) -> None:
     """Take our hooks off a copy of a converted model."""
+    ours = (CastInputs, CastOutputs, RefuseAssign, WeakHook)
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, (CastInputs, CastOutputs))]:
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        ):
+            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), ours)]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-        loads = module._load_state_dict_pre_hooks
-        for key in [key for key, hook in loads.items() if isinstance(getattr(hook, "hook", hook), RefuseAssign)]:
-            del loads[key]
 
 
 def check_fits(plan: CastPlan) -> None:

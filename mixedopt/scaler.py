@@ -96,7 +96,8 @@ class SharedLossScale:
 
     Pass it as ``loss_scale=`` to every optimizer that shares a backward with
     another (two optimizers on one model, a GAN), then call ``step`` of this
-    object in the place of theirs.
+    object in the place of theirs. On one model, build them all before the first
+    step: their masters then start from the unrounded weights.
 
     Invariants between calls: all its optimizers scale with the same S.
 

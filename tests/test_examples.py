@@ -17,6 +17,7 @@ from torch import optim
 
 from mixedopt import MixedPrecisionOptimizer
 
+README_BUDGET = 200
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
@@ -99,16 +100,22 @@ def test_benchmark_step_prints_its_tables() -> None:
 # -- what the README says -------------------------------------------------------
 
 
-def blocks(language: str) -> list[str]:
-    """Return the README's fenced blocks of one language."""
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"))
+def blocks(language: str, file: str = "README.md") -> list[str]:
+    """Return the fenced blocks of one language in a page."""
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (ROOT / file).read_text(encoding="utf-8"))
 
 
-def test_the_python_blocks_of_the_readme_run() -> None:
+@pytest.mark.parametrize("file", ["README.md", "docs/recipes.md"])
+def test_the_python_blocks_of_a_page_run(file: str) -> None:
     """A newcomer can paste them, one after the other."""
-    assert len(blocks("python")) > 1
+    assert blocks("python", file)
     with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile("\n".join(blocks("python")), "README.md", "exec"), {})
+        exec(compile("\n".join(blocks("python", file)), file, "exec"), {})
+
+
+def test_the_readme_stays_short() -> None:
+    """What does not fit goes to a page of ``docs``."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_BUDGET
 
 
 def test_ci_runs_the_test_command_of_the_readme() -> None:
