@@ -45,6 +45,7 @@ class Parts:
         handle: what was done to the model, by this optimizer or an earlier one.
         loads: the watch on fp32 checkpoints.
         shared: the loss scale, if others use it too.
+        needs_closure: True iff ``step`` cannot do without.
     """
 
     roster: Roster
@@ -52,6 +53,7 @@ class Parts:
     handle: PolicyHandle | None
     loads: Fp32Loads | None
     shared: SharedLossScale | None
+    needs_closure: bool
 
     @property
     def scaler(self) -> LossScaler:
@@ -120,7 +122,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         shared=shared is not None,
     )
     loads = None if root is None else Fp32Loads(root, roster.masters)
-    parts = Parts(roster, tier, joined or _converted(plan, model), loads, shared)
+    parts = Parts(roster, tier, joined or _converted(plan, model), loads, shared, requires_closure(inner))
     if parts.handle is not None:
         parts.handle.attach(parts)
         roster.refine_(parts.handle.original)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mixedopt import checkpoint, validate
 from mixedopt.assembly import Options, assemble
-from mixedopt.closures import evaluates_once, requires_closure, step_with_
+from mixedopt.closures import evaluates_once, step_with_
 from mixedopt.errors import StepOrderError
 from mixedopt.export import master_model, master_state_dict
 from mixedopt.groups import GroupView, init_protocol
@@ -415,7 +415,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 "step() of an optimizer with a SharedLossScale: the scale would move once for each of them. "
                 "Call shared.step(optimizer, ...) with all that share this iteration."
             )
-        if closure is None and requires_closure(self.inner):
+        if closure is None and self._parts.needs_closure:
             raise TypeError(
                 f"step(): {type(self.inner).__name__} evaluates the model several times. Pass a closure that calls "
                 "zero_grad(), computes the loss, calls backward(loss) of this optimizer and returns the loss."

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mixedopt import MixedPrecisionOptimizer
+from mixedopt import MixedPrecisionOptimizer, SharedLossScale
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +106,68 @@ def test_packed_recurrent_weights_stay_packed(dtype: torch.dtype) -> None:
         optimizer.backward(output.square().mean())
         optimizer.step()
     assert optimizer.applied_steps + optimizer.skipped_steps == 2
+
+
+class Squares(Weights):
+    """Every weight counts, so that backward makes each gradient in turn."""
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([weight.float().square().sum() for weight in self.weights]).sum()
+
+
+@pytest.mark.parametrize("gradients", ["autograd", "half", "fp32"])
+def test_gradients_that_are_held_wait_for_no_host(gradients: str, dtype: torch.dtype) -> None:
+    """Whoever holds them: backward makes no sync, a step one."""
+    model = Squares()
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, gradients=gradients, loss_scale=2.0**-4)
+    for _ in range(2):
+        optimizer.backward(model())
+        optimizer.step()
+    assert 0 == syncs_of(lambda: optimizer.backward(model()))
+    assert 1 == syncs_of(optimizer.step)
+    assert 3 == optimizer.applied_steps
+
+
+@pytest.mark.parametrize(("gradients", "expected"), [("autograd", 2.0), ("half", 2.0), ("fp32", 4.0)])
+def test_a_half_gradient_is_freed_as_soon_as_it_was_moved(gradients: str, expected: float, dtype: torch.dtype) -> None:
+    """After two micro-steps the gradients take 2 bytes a value in half, 4 in fp32, and no more on the way."""
+    model = Squares()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, gradients=gradients, loss_scale=1.0)
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        optimizer.backward(model())
+    assert abs(per_value(torch.cuda.memory_allocated() - before) - expected) < SLACK
+
+
+def test_droppable_micro_steps_cost_one_read_a_step(dtype: torch.dtype) -> None:
+    """No sync in backward; the step reads which micro-steps were good, and decides."""
+    model = Squares()
+    inner = torch.optim.AdamW(model.parameters(), fused=True)
+    options = {"gradients": "fp32", "drop_bad_micro_steps": lambda kept, total: total / kept, "loss_scale": 2.0**-4}
+    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, **options)
+    optimizer.backward(model())
+    optimizer.step()
+    bad = torch.tensor(float("inf"), device="cuda")
+    good = torch.ones((), device="cuda")
+    assert 0 == syncs_of(lambda: [optimizer.backward(model() * factor) for factor in (good, bad, good)])
+    assert 2 == syncs_of(optimizer.step)
+    assert (True, 1) == (optimizer.last_step.applied, optimizer.last_step.dropped_micro_steps)
+
+
+def test_a_shared_step_waits_once_for_each_optimizer(dtype: torch.dtype) -> None:
+    """Two optimizers on one model: two syncs."""
+    model = Squares()
+    halves = list(model.parameters())[:16], list(model.parameters())[16:]
+    shared = SharedLossScale(2.0**-4)
+    members = [
+        MixedPrecisionOptimizer(torch.optim.AdamW(half, fused=True), model, dtype=dtype, loss_scale=shared)
+        for half in halves
+    ]
+    for _ in range(2):
+        members[0].backward(model())
+        shared.step(*members)
+    members[1].backward(model())
+    assert 2 == syncs_of(lambda: shared.step(*members))
+    assert [3, 3] == [member.applied_steps for member in members]
