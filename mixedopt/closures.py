@@ -21,6 +21,7 @@ from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
 from mixedopt.groups import is_torchs
 from mixedopt.loss_scale import DynamicLossScale
+from mixedopt.masters import HALF_DTYPES, MasterWeights, Moved
 from mixedopt.report import StepReport
 from mixedopt.rollback import Snapshot
 
@@ -63,7 +64,8 @@ class Evaluations:
         self._closure = closure
         self.count = 0
         self.first_loss: Any = None
-        self.decision: Decision | None = None  # of the last one with gradients
+        self.decision: Decision | None = None  # of the last one that was not rejected
+        self._shown = _marks(tier.masters)
 
     def __call__(self) -> Any:
         """Evaluate the model at the masters as they are now.
@@ -78,40 +80,66 @@ class Evaluations:
         Syncs: one host read, one more in a line search.
         """
         tier = self._tier
-        tier.masters.publish_()
+        self._show_masters()
         if not any(master.grad is not None for bucket in tier.masters.buckets for master in bucket.masters):
             tier.drop_gradients_()  # the inner optimizer has cleared them
+        leftover, window = tier.window.gathered, tier.window.number
+        statistics = None if tier.statistics is None else tier.statistics.taken()
         with torch.enable_grad():
             loss = self._closure()
-        if tier.window.gathered:
+        if leftover and tier.window.number == window:
             raise StepOrderError(
                 "the closure added to the gradients of an earlier evaluation. Begin it with optimizer.zero_grad()."
             )
-        loss = loss.detach().float() if isinstance(loss, Tensor) and loss.is_floating_point() else loss
+        if isinstance(loss, Tensor):
+            loss = loss.detach().float() if loss.dtype in HALF_DTYPES else loss.detach()
         self.count += 1
         if self.count == 1:
             self.first_loss = loss
-        self.decision = tier.measure_()
-        if self.decision is None:
+        decision = tier.measure_()
+        if decision is None:
             return loss
-        if self.decision.skip:
-            return self._reject(loss, self.decision)
-        tier.prepare_(self.decision)
+        searching = self.count > 1 and _searches(tier.inner)
+        if searching and not self._lowers_scale(loss, decision) and (decision.skip or not math.isfinite(loss)):
+            if tier.statistics is not None and statistics is not None:
+                tier.statistics.put_back_(statistics)
+            return self._reject(loss)
+        if decision.skip:
+            raise RejectedError(decision)
+        self.decision = decision
+        tier.prepare_(decision)
         return loss
 
-    def _reject(self, loss: Any, decision: Decision) -> Any:
-        """End the step, or tell a line search that this point is no good."""
-        scaler = self._tier.scaler
-        config = scaler.config
-        lower = isinstance(config, DynamicLossScale) and bool(scaler.state.scale > config.min_scale)
-        to_blame_on_scale = lower and isinstance(loss, Tensor) and math.isfinite(float(loss))
-        if self.count == 1 or to_blame_on_scale or not _searches(self._tier.inner):
-            raise RejectedError(decision)
-        # Strong Wolfe brackets an infinite loss and bisects where gradients are NaN.
-        self._tier.window.multiply_(math.nan)
+    def _show_masters(self) -> None:
+        """Publish the masters; version counters move as in torch, where they moved."""
+        masters = self._tier.masters
+        marks = _marks(masters)
+        moved: list[list[Moved] | None] = [
+            [now != before for now, before in zip(*both, strict=True)] for both in zip(marks, self._shown, strict=True)
+        ]
+        masters.reclaim_()
+        masters.publish_(moved)
+        self._shown = _marks(masters)
+
+    def _lowers_scale(self, loss: Any, decision: Decision) -> bool:
+        """True iff a lower S may mend this evaluation: its loss is finite, its gradients are not."""
+        config, state = self._tier.scaler.config, self._tier.scaler.state
+        lower = isinstance(config, DynamicLossScale) and bool(state.scale > config.min_scale)
+        return decision.skip and lower and loss is not None and math.isfinite(loss)
+
+    def _reject(self, loss: Any) -> Any:
+        """Tell a line search that this point is no good.
+
+        Strong Wolfe brackets an infinite loss and bisects where gradients are NaN.
+        """
+        self._tier.window.spoil_()
         self._tier.window.expose_()
-        self.decision = None
         return torch.full_like(loss, torch.inf) if isinstance(loss, Tensor) else math.inf
+
+
+def _marks(masters: MasterWeights) -> list[list[tuple[int, int]]]:
+    """Return by what an edit of a master shows: version counter and place."""
+    return [[(master._version, master.data_ptr()) for master in bucket.masters] for bucket in masters.buckets]
 
 
 @contextlib.contextmanager
@@ -164,6 +192,8 @@ def step_with_(tier: EagerTier, closure: Closure) -> Any:
         tier.skip_(decision)
     except BaseException:
         tier.drop_gradients_()
+        if tier.statistics is not None:
+            tier.statistics.restore_()
         raise
     else:
         decision = evaluations.decision or before

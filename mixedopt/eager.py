@@ -19,7 +19,14 @@ from mixedopt.decision import Decision, Evidence, decide
 from mixedopt.flat import Kind
 from mixedopt.gradients import clip_factor, unscale_factor
 from mixedopt.groups import StepGuard, is_torchs
-from mixedopt.loss_scale import LossScaleConfig, LossScaleState, StaticLossScale, state_from_dict, state_to_dict
+from mixedopt.loss_scale import (
+    DynamicLossScale,
+    LossScaleConfig,
+    LossScaleState,
+    StaticLossScale,
+    state_from_dict,
+    state_to_dict,
+)
 from mixedopt.masters import MasterWeights, Moved
 from mixedopt.report import StepReport
 from mixedopt.rollback import NormStatistics, Snapshot
@@ -102,8 +109,8 @@ class EagerTier:
 
     @property
     def untried(self) -> bool:
-        """True iff no step was tried yet, here or in what was loaded."""
-        return not (self.applied_steps or self.skipped_steps)
+        """True iff no step was tried yet since this optimizer was built or loaded."""
+        return self.last_step == StepReport()
 
     def unscale_(self) -> None:
         """Move the gradients to the masters, divided by S. Syncs: none, as ``Window.collect_``."""
@@ -190,14 +197,21 @@ class EagerTier:
         if logger.isEnabledFor(level):
             logger.log(
                 level,
-                "step skipped: %s; loss_scale %g -> %g (%d in a row, %d skipped, %d applied so far)",
+                "step skipped: %s; loss_scale %g -> %g%s (%d in a row, %d skipped, %d applied so far)",
                 _reason(decision),
                 float(self.scaler.state.scale),
                 float(decision.following.scale),
+                self._tolerance(decision),
                 self.skips_in_a_row,
                 self.skipped_steps,
                 self.applied_steps,
             )
+
+    def _tolerance(self, decision: Decision) -> str:
+        """Say why S stays, if it does."""
+        left = int(decision.following.hysteresis_left)
+        dynamic = isinstance(self.scaler.config, DynamicLossScale)
+        return f", hysteresis left {left}" if dynamic and left else ""
 
     def report(self, decision: Decision) -> StepReport:
         """Return what ``last_step`` will say."""

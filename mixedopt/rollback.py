@@ -50,6 +50,14 @@ class NormStatistics:
         if self._layers and moved:
             _copy_(self._live, self._saved)
 
+    def taken(self) -> list[Tensor]:
+        """Return copies of the statistics as they are now."""
+        return [buffer.clone() for layer in self._layers for buffer in layer.buffers(recurse=False)]
+
+    def put_back_(self, copies: Sequence[Tensor]) -> None:
+        """Write back what ``taken`` returned."""
+        _copy_([buffer for layer in self._layers for buffer in layer.buffers(recurse=False)], copies)
+
     def close(self) -> None:
         """End the window: what is there now stands."""
         self._open = False

@@ -33,6 +33,7 @@ class Window:
             dropped; 1 otherwise.
         kept: micro-steps in the sum, ``None`` unless they are droppable.
         dropped: micro-steps left out of it.
+        number: how many windows were closed before this one.
         stale: True iff S has moved since a backward, so that the gradients'
             unit is unknown.
 
@@ -53,6 +54,7 @@ class Window:
             self._held = HeldGradients(half=gradients == "half", droppable=drop_rule is not None)
         self.unscaled = False
         self.stale = False
+        self.number = 0
         self.factor = 1.0
         self.kept: int | None = None
         self.dropped = 0
@@ -142,6 +144,11 @@ class Window:
             for master, view in zip(bucket.masters, views, strict=True):
                 master.grad = view
 
+    def spoil_(self) -> None:
+        """Write NaN over every gradient; padding stays zero. Syncs: none."""
+        for view in (view for views in self._views for view in views if view is not None):
+            (view._values() if view.is_sparse else view).fill_(torch.nan)
+
     def moved(self) -> list[list[Moved] | None]:
         """Return for each bucket which slots have a gradient, ``None`` for all: the rows of a sparse one."""
         if self._sparse_values:
@@ -188,6 +195,7 @@ class Window:
             self._held.clear_(keep_memory=keep_memory)
         for buffer in self._buffers:
             buffer.release(keep=keep_memory)
+        self.number += 1
         self.unscaled = self.stale = False
         self.factor, self.kept, self.dropped = 1.0, None, 0
 

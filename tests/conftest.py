@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from pairs import Bench
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
 settings.register_profile("dev", max_examples=50, **COMMON)
@@ -34,6 +35,12 @@ def device() -> torch.device:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Both half formats, in turn."""
     return request.param
+
+
+@pytest.fixture
+def at(device: torch.device, dtype: torch.dtype) -> Bench:
+    """Both half formats, in turn."""
+    return Bench(device, dtype)
 
 
 @pytest.fixture(autouse=True)

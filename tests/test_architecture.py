@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "scaler",
         "window",
     },
-    "closures": {"decision", "eager", "errors", "groups", "loss_scale", "report", "rollback"},
+    "closures": {"decision", "eager", "errors", "groups", "loss_scale", "masters", "report", "rollback"},
     "assembly": {
         "closures",
         "distributed",
