@@ -15,6 +15,7 @@ from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
 from mixedopt.loading import Fp32Loads
 from mixedopt.loss_scale import LossScaleConfig, resolve_config
+from mixedopt.masters import MasterWeights
 from mixedopt.policy import CastPlan, CastPolicy, PolicyHandle, check_fits, handle_of, unwrap
 from mixedopt.rollback import NormStatistics
 from mixedopt.roster import Roster
@@ -59,6 +60,21 @@ class Parts:
     def scaler(self) -> LossScaler:
         """The loss scale."""
         return self.tier.scaler
+
+    @property
+    def masters(self) -> MasterWeights:
+        """The masters."""
+        return self.roster.masters
+
+    @property
+    def names(self) -> Mapping[nn.Parameter, str]:
+        """The parameters, and their names."""
+        return self.roster.names
+
+    def all_masters(self) -> MasterWeights:
+        """Return the masters of all optimizers of the model, up to date."""
+        owners = [self] if self.handle is None or not self.handle.active else self.handle.owners
+        return MasterWeights.union(owner.masters for owner in owners)
 
     def check_in_force(self) -> None:
         """Raise ``StepOrderError`` if the conversion was undone."""
@@ -107,7 +123,8 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     if plan is not None:
         check_fits(plan)
     elif joined is not None:
-        validate.joining(joined, options.policy, options.dtype, scaler)
+        validate.joining(joined, options.policy, options.dtype, scaler, names)
+        scaler.tally = joined.owners[0].scaler.tally
     else:
         validate.warn_if_all_fp32(dtypes.values())
 

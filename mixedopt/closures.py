@@ -7,10 +7,9 @@ is told instead that the point is bad, and looks for a better one.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from mixedopt.groups import is_torchs
 from mixedopt.loss_scale import DynamicLossScale
 from mixedopt.masters import HALF_DTYPES, MasterWeights, Moved
 from mixedopt.report import StepReport
-from mixedopt.rollback import Snapshot
 
 Closure = Callable[[], Any]
 
@@ -142,17 +140,6 @@ def _marks(masters: MasterWeights) -> list[list[tuple[int, int]]]:
     return [[(master._version, master.data_ptr()) for master in bucket.masters] for bucket in masters.buckets]
 
 
-@contextlib.contextmanager
-def undone_if_it_raises(tier: EagerTier) -> Iterator[None]:
-    """Take everything back, and show it in the model, if the block raises."""
-    try:
-        with Snapshot(tier.inner, tier.masters.buckets), tier.at_work():
-            yield
-    except BaseException:
-        tier.masters.publish_()
-        raise
-
-
 def step_with_(tier: EagerTier, closure: Closure) -> Any:
     """Let the inner optimizer step with ``closure``, or skip.
 
@@ -183,7 +170,7 @@ def step_with_(tier: EagerTier, closure: Closure) -> Any:
             raise RejectedError(before)
         if before is not None:
             tier.prepare_(before)
-        with undone_if_it_raises(tier):
+        with tier.undone_if_it_raises(), tier.at_work():
             result = tier.inner.step(evaluations)
     except RejectedError as rejected:
         decision, result = rejected.decision, evaluations.first_loss

@@ -276,14 +276,34 @@ class EagerTier:
             self.drop_gradients_()
             self.masters.publish_()
             raise
-        self.publish_(self.window.moved())
+        self.publish_(self.window.moved(by_rows=self.window.sparse and _moves_rows_alone(self.inner)))
 
     def _step_inner_(self) -> None:
-        kinds = self.window.kinds(beyond=self._proven)
+        kinds = self.unproven()
         first = Snapshot(self.inner, self.masters.buckets, HOST) if kinds else contextlib.nullcontext()
         with first, self.at_work():
             self.inner.step()
         self._proven |= kinds
+
+    def unproven(self) -> frozenset[Kind]:
+        """Return the kinds of parameters in the window over which the inner optimizer never stepped."""
+        return self.window.kinds(beyond=self._proven)
+
+    @contextlib.contextmanager
+    def undone_if_it_raises(self, device: torch.device | None = None) -> Iterator[None]:
+        """Context after which, if it raises, masters, model, inner optimizer and counters are as before.
+
+        Args:
+            device: where the copy of the masters is kept; ``None`` leaves it on theirs.
+        """
+        before = self.applied_steps, self.skipped_steps, self.skips_in_a_row, self.last_step
+        try:
+            with Snapshot(self.inner, self.masters.buckets, device):
+                yield
+        except BaseException:
+            self.applied_steps, self.skipped_steps, self.skips_in_a_row, self.last_step = before
+            self.masters.publish_()
+            raise
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -312,6 +332,13 @@ class EagerTier:
 
     def _never_scales(self) -> bool:
         return isinstance(self.scaler.config, StaticLossScale) and self.scaler.config.scale == 1.0
+
+
+def _moves_rows_alone(inner: torch.optim.Optimizer) -> bool:
+    """True iff a sparse gradient is known to move the rows it has and no others."""
+    if type(inner) is torch.optim.SGD:
+        return all(group["momentum"] == 0 for group in inner.param_groups)
+    return type(inner) in (torch.optim.SparseAdam, torch.optim.Adagrad)
 
 
 def _reason(decision: Decision) -> str:

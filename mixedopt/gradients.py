@@ -151,6 +151,8 @@ def largest(flats: Sequence[Tensor]) -> Tensor:
     Syncs: none.
     """
     extremes = [end for flat in flats if flat.numel() for end in torch.aminmax(flat)]
+    if not extremes:
+        return torch.zeros((), device=flats[0].device)
     return torch.stack([end.float().abs().to(flats[0].device, non_blocking=True) for end in extremes]).amax()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mixedopt.gradients import GradientBuffer, is_finite, largest
+from mixedopt.gradients import GradientBuffer, is_finite, largest, widen_sparse
 from mixedopt.masters import Bucket
 
 
@@ -27,10 +27,15 @@ class Store:
     def __init__(self, bucket: Bucket, buffer: GradientBuffer) -> None:
         self.buffer = buffer
         self.present = [False] * len(bucket.params)
+        self.sparse: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def add_(self, index: int, grad: Tensor) -> None:
-        """Add one gradient, dense, in the unit of the others. Syncs: none."""
+        """Add one gradient in the unit of the others. Syncs: none, one on a GPU if it is sparse."""
+        if grad.is_sparse:
+            fresh, held = widen_sparse(grad), self.sparse.get(index)
+            self.sparse[index] = fresh if held is None else (held + fresh).coalesce()
+            return
         view = self.buffer.views[index]
         if self.present[index]:
             view.add_(grad)
@@ -47,6 +52,7 @@ class Store:
     def clear_(self, *, keep_memory: bool) -> None:
         """Forget all gradients."""
         self.present = [False] * len(self.present)
+        self.sparse = {}
         self.buffer.release(keep=keep_memory)
 
 
@@ -54,17 +60,18 @@ class TakeGradient:
     """Post-accumulate hook of a parameter: moves ``.grad`` into a store, and frees it.
 
     The hook does not keep the store alive: without the optimizer it does
-    nothing. Sparse gradients stay where they are.
+    nothing. A sparse gradient stays where it is unless the store is fp32.
     """
 
-    def __init__(self, store: Store, index: int) -> None:
+    def __init__(self, store: Store, index: int, *, sparse: bool) -> None:
         self._store = weakref.ref(store)
         self._index = index
+        self._sparse = sparse
 
     def __call__(self, param: Tensor) -> None:
         """Take the gradient. Syncs: none."""
         store = self._store()
-        if store is not None and param.grad is not None and not param.grad.is_sparse:
+        if store is not None and param.grad is not None and (self._sparse or not param.grad.is_sparse):
             store.add_(self._index, param.grad)
             param.grad = None
 
@@ -84,6 +91,7 @@ class HeldGradients:
     def __init__(self, *, half: bool, droppable: bool) -> None:
         self._half = half
         self._droppable = droppable
+        self._takes_sparse = not (half or droppable)
         self._stores: list[Store] = []
         self._stages: list[Store] = []
         self._handles: list[RemovableHandle] = []
@@ -103,20 +111,22 @@ class HeldGradients:
         if self._droppable:
             store = Store(bucket, GradientBuffer(bucket.layout, bucket.device, bucket.dtype))
             self._stages.append(store)
+            for there in self._presence:
+                there.append([False] * len(bucket.params))
         for index, param in enumerate(bucket.params):
-            take = TakeGradient(store, index)
+            take = TakeGradient(store, index, sparse=self._takes_sparse)
             self._handles.append(param.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
 
     @property
     def holds(self) -> bool:
         """True iff some gradient was taken."""
-        return bool(self._finite) or any(any(store.present) for store in (*self._stores, *self._stages))
+        return bool(self._finite) or any(any(store.present) or store.sparse for store in (*self._stores, *self._stages))
 
     def take_(self, buckets: Sequence[Bucket]) -> None:
         """Take what is in ``.grad`` all the same, written there by hand."""
         for bucket, store in zip(buckets, self._stages or self._stores, strict=True):
             for index, param in enumerate(bucket.params):
-                TakeGradient(store, index)(param)
+                TakeGradient(store, index, sparse=self._takes_sparse)(param)
 
     @torch.no_grad()
     def end_micro_step_(self) -> None:
@@ -134,8 +144,12 @@ class HeldGradients:
             store.buffer.flat.add_(torch.where(there, stage.buffer.flat, 0))
         self._finite.append(finite)
         self._presence.append([stage.present for stage in self._stages])
-        for stage in self._stages:
-            stage.clear_(keep_memory=True)
+        for stage in self._stages:  # the memory stays for the next one
+            stage.present = [False] * len(stage.present)
+
+    def last_micro_step(self) -> list[list[Tensor]]:
+        """Return the gradients of the last micro-step by bucket, if they are droppable; absent ones are zero."""
+        return [stage.buffer.views for stage in self._stages]
 
     def settle_(self) -> tuple[int, int]:
         """Return how many micro-steps are in the sum, and of how many.
@@ -163,8 +177,11 @@ class HeldGradients:
         views: list[list[Tensor | None]] = []
         for store, buffer in zip(self._stores, buffers, strict=True):
             store.zero_absent_()
-            views.append([v if there else None for v, there in zip(buffer.views, store.present, strict=True)])
-            store.present = [False] * len(store.present)
+            mine = [v if there else None for v, there in zip(buffer.views, store.present, strict=True)]
+            for index, grad in store.sparse.items():
+                mine[index] = join(mine[index], grad)
+            views.append(mine)
+            store.present, store.sparse = [False] * len(store.present), {}
             if store.buffer is not buffer:
                 buffer.flat.copy_(store.buffer.flat)
                 store.clear_(keep_memory=True)
@@ -177,7 +194,8 @@ class HeldGradients:
         if any(store.buffer.dtype != torch.float32 for store in self._stores):
             return False
         for store in self._stores:
-            store.buffer.flat.mul_(factor)
+            for flat in (store.buffer.flat, *(grad._values() for grad in store.sparse.values())):
+                flat.mul_(factor)
         return True
 
     def clear_(self, *, keep_memory: bool) -> None:
@@ -190,3 +208,8 @@ class HeldGradients:
         """Leave the gradients to autograd again."""
         for handle in self._handles:
             handle.remove()
+
+
+def join(dense: Tensor | None, sparse: Tensor) -> Tensor:
+    """Return the sum of a gradient that may not be there, in place, and a sparse one."""
+    return sparse if dense is None else dense.add_(sparse)

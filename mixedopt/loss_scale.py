@@ -149,13 +149,16 @@ class LossScaleState:
         torch._foreach_copy_(self.tensors(), other.tensors())
 
 
-def resolve_config(loss_scale: object, *, needs_scaling: bool) -> LossScaleConfig:
+def resolve_config(
+    loss_scale: object, *, needs_scaling: bool, who: str = "MixedPrecisionOptimizer(loss_scale"
+) -> LossScaleConfig:
     """Turn the ``loss_scale`` argument of the optimizer into a configuration.
 
     Args:
         loss_scale: ``None``, a positive number, or a configuration.
         needs_scaling: True iff some parameter is fp16, whose range is too
             small for unscaled gradients.
+        who: whose argument it is, for the error.
 
     Raises:
         TypeError: if ``loss_scale`` is none of these.
@@ -167,8 +170,8 @@ def resolve_config(loss_scale: object, *, needs_scaling: bool) -> LossScaleConfi
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return StaticLossScale(float(loss_scale))
     raise TypeError(
-        f"MixedPrecisionOptimizer(loss_scale={loss_scale!r}): must be None, a number, "
-        "a StaticLossScale or a DynamicLossScale. Leave it out for the default."
+        f"{who}={loss_scale!r}): must be None, a number, a StaticLossScale or a DynamicLossScale. "
+        "Leave it out for the default."
     )
 
 
@@ -217,9 +220,10 @@ def exhausted_error(config: LossScaleConfig, state: LossScaleState, culprit: str
     """Return the error for one skip too many. Syncs: two reads."""
     dynamic = isinstance(config, DynamicLossScale)
     where = f"at min_scale={float(state.scale):.2g}" if dynamic else f"static at {float(state.scale):g}"
+    first = "" if culprit is None else f"First bad parameter: {culprit!r}. "
     return LossScaleError(
         f"found_inf with loss_scale {where} ({int(state.floor_skips)} skips in a row). "
-        f"First bad parameter: {culprit!r}. Lower the learning rate, set max_grad_norm, or keep that module in fp32."
+        f"{first}Lower the learning rate, set max_grad_norm, or keep that module in fp32."
     )
 
 

@@ -9,7 +9,7 @@ their own masters and there is no second copy.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -168,6 +168,16 @@ class MasterWeights:
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
         self.of: dict[nn.Parameter, nn.Parameter] = {}
+
+    @classmethod
+    def union(cls, parts: Iterable[MasterWeights]) -> MasterWeights:
+        """Return the masters of several optimizers, up to date, to read."""
+        every = cls()
+        for masters in parts:
+            masters.adopt_edits_()
+            every.buckets += masters.buckets
+            every.of.update(masters.of)
+        return every
 
     @torch.no_grad()
     def extend(self, named: NamedParameters, dtypes: Sequence[torch.dtype]) -> None:

@@ -288,8 +288,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Frozen half parameters are widened, tied names all appear, tensors are
         copies; it loads into the unconverted model with ``strict=True``.
         """
-        self._roster.masters.adopt_edits_()
-        return master_state_dict(self._roster.masters, self._roster.root)
+        return master_state_dict(self._parts.all_masters(), self._roster.root)
 
     def master_model(self) -> nn.Module:
         """Return the fp32 model over the masters: for evaluation, and for averages.
@@ -312,8 +311,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if self._roster.root is None:
             raise ValueError("master_model(): the optimizer has no model. Pass model= when building it.")
         self._parts.check_in_force()
-        self._roster.masters.adopt_edits_()
-        return master_model(self._roster.masters, self._roster.root)
+        return master_model(self._parts.all_masters(), self._roster.root)
 
     def refresh_masters(self) -> None:
         """Take weights edited in the model into the masters.
@@ -392,6 +390,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         saved = checkpoint.unpack(state_dict, self._roster.places(), sizes, strict=strict)
         moving = self._tier.from_dict(saved.extras)
         checkpoint.load_inner_(self.inner, saved)
+        if self._parts.shared is not None:
+            self._parts.shared.follow_(moving.state, stepped=[self._tier])
         self._tier.load_(moving)
         self._roster.load_masters_(saved.masters)
         self._tier.window.follow_()

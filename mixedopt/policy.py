@@ -10,7 +10,7 @@ import fnmatch
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, RootOutputs, WeakHook
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
-from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
+from mixedopt.masters import HALF_DTYPES, MasterWeights, beyond_range, unfit_error
 
 NORMS: tuple[type[nn.Module], ...] = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 SOFTMAX: tuple[type[nn.Module], ...] = (nn.Softmax, nn.Softmax2d, nn.Softmin)
@@ -176,8 +176,16 @@ class Owner(Protocol):
     """An optimizer that holds masters of a converted model."""
 
     @property
-    def scaler(self) -> object:
+    def scaler(self) -> Any:
         """Its loss scale."""
+
+    @property
+    def masters(self) -> MasterWeights:
+        """Its masters."""
+
+    @property
+    def names(self) -> Mapping[nn.Parameter, str]:
+        """Its parameters, and their names."""
 
     def return_to_fp32_(self) -> None:
         """Write the masters into the model and give the inner optimizer back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Sequence
@@ -26,23 +27,35 @@ from mixedopt.window import Window
 HOST = torch.device("cpu")  # explicit: the default device and dtype are the user's
 
 
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """How many losses were scaled."""
+
+    count: int = 0
+
+
 class LossScaler:
     """A configuration and the state that it moves, on the host.
 
     Attributes:
         config: how S moves.
         state: S and its counters.
-        losses: how many losses were multiplied by S so far.
+        tally: counts the losses; common to the optimizers of a model.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
         self.config = config
         self.state: LossScaleState = init_state(config, HOST)
-        self.losses = 0
+        self.tally = Tally()
+
+    @property
+    def losses(self) -> int:
+        """How many losses were multiplied by S so far, here or by an optimizer of the same model."""
+        return self.tally.count
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times S; fp32, or double if it is. Syncs: none."""
-        self.losses += 1
+        self.tally.count += 1
         wide = loss if loss.dtype == torch.float64 else loss.float()
         return wide * self.state.scale
 
@@ -78,6 +91,15 @@ class Tier(Protocol):
     decision: Decision | None
     measured: bool
     window: Window
+
+    def drop_gradients_(self, *, keep_memory: bool = True) -> None:
+        """Forget what the window has gathered."""
+
+    def unproven(self) -> frozenset[Any]:
+        """Return what the inner optimizer might refuse."""
+
+    def undone_if_it_raises(self, device: torch.device | None = None) -> contextlib.AbstractContextManager[None]:
+        """Context after which, if it raises, all is as before."""
 
 
 class Member(Protocol):
@@ -128,7 +150,7 @@ class SharedLossScale:
         if skip not in ("all", "own"):
             raise ValueError(f"SharedLossScale(skip={skip!r}): must be 'all' or 'own'. Leave it out for 'all'.")
         self.skip = skip
-        self.scaler = LossScaler(resolve_config(config, needs_scaling=True))
+        self.scaler = LossScaler(resolve_config(config, needs_scaling=True, who="SharedLossScale(config"))
         self._members: weakref.WeakKeyDictionary[Any, Member] = weakref.WeakKeyDictionary()
 
     @property
@@ -160,11 +182,15 @@ class SharedLossScale:
                 member.measure_()
             common = self._settle(tiers)
             culprit = self._culprit(tiers) if common is not None and common.exhausted else None
-            for optimizer in optimizers:
-                optimizer.step()
+            with contextlib.ExitStack() as undo:
+                if any(tier.decision is not None and tier.unproven() for tier in tiers):
+                    for tier in tiers:
+                        undo.enter_context(tier.undone_if_it_raises(HOST))
+                for optimizer in optimizers:
+                    optimizer.step()
         except BaseException:
             for tier in tiers:
-                tier.window.close(keep_memory=False)
+                tier.drop_gradients_(keep_memory=False)
             raise
         finally:
             for tier in tiers:
@@ -194,6 +220,8 @@ class SharedLossScale:
             return None
         found_inf = any(decision.found_inf for decision in decisions)
         following = update(self.scaler.config, self.scaler.state, torch.tensor(found_inf, device=HOST))
+        if not any(decision.skip for decision in decisions):  # micro-steps were dropped
+            following = dataclasses.replace(following, floor_skips=torch.zeros_like(following.floor_skips))
         exhausted = bool(following.floor_skips >= self.scaler.config.max_consecutive_skips)
         for tier in tiers:
             if tier.decision is not None:
@@ -206,9 +234,13 @@ class SharedLossScale:
 
     def _move_(self, common: Decision, culprit: str | None, *, stepped: Sequence[Tier]) -> None:
         """Move S; gradients that wait in other optimizers follow."""
-        factor = common.following.scale / self.scaler.state.scale
+        self.follow_(common.following, stepped=stepped)
+        self.scaler.move_(common, culprit)
+
+    def follow_(self, following: LossScaleState, *, stepped: Sequence[Tier]) -> None:
+        """Let gradients that wait in other optimizers follow S before it moves."""
+        factor = following.scale / self.scaler.state.scale
         if factor != 1:
             for member in self._members.values():
                 if member.tier not in stepped:
                     member.tier.window.rescale_(factor)
-        self.scaler.move_(common, culprit)

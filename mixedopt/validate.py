@@ -103,8 +103,17 @@ def closure_options(inner: torch.optim.Optimizer, limit: float | None, *, shared
         )
 
 
-def joining(handle: PolicyHandle, policy: CastPolicy | None, dtype: torch.dtype, scaler: LossScaler) -> None:
+def joining(
+    handle: PolicyHandle,
+    policy: CastPolicy | None,
+    dtype: torch.dtype,
+    scaler: LossScaler,
+    names: Mapping[nn.Parameter, str],
+) -> None:
     """Raise ``ValueError`` unless another optimizer may join a model as it was converted."""
+    for owner in handle.owners:
+        if twice := next((name for param, name in names.items() if param in owner.names), None):
+            raise ValueError(f"{WHO}: parameter {twice!r} is in another optimizer of this model. Leave it in one.")
     if dtype != handle.plan.dtype:
         raise ValueError(f"{WHO}(dtype={dtype!r}): the model was converted to {handle.plan.dtype}. Pass the same.")
     if policy is not None and policy != handle.plan.policy:

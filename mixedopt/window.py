@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from mixedopt.errors import StepOrderError
 from mixedopt.flat import Kind
 from mixedopt.gradients import GradientBuffer, global_norm, largest, widen_sparse
-from mixedopt.holding import HeldGradients
+from mixedopt.holding import HeldGradients, join
 from mixedopt.masters import Bucket, MasterWeights, Moved
 
 # (micro-steps in the sum, micro-steps of the window) -> factor on the sum.
@@ -74,12 +74,19 @@ class Window:
         return self.unscaled or (self._held is not None and self._held.holds)
 
     @property
+    def sparse(self) -> bool:
+        """True iff a gathered gradient is sparse."""
+        return bool(self._sparse_values)
+
+    @property
     def gathered(self) -> bool:
         """True iff gradients lie in the flat buffers since the last ``close``."""
         return bool(self._views)
 
     def end_micro_step_(self) -> None:
         """Note that the next backward belongs to another micro-step. Syncs: none."""
+        if self.stale and not (self.holds or self._in_model()):  # dropped by model.zero_grad()
+            self.stale = False
         if self._held is not None:
             self._held.end_micro_step_()
 
@@ -149,9 +156,13 @@ class Window:
         for view in (view for views in self._views for view in views if view is not None):
             (view._values() if view.is_sparse else view).fill_(torch.nan)
 
-    def moved(self) -> list[list[Moved] | None]:
-        """Return for each bucket which slots have a gradient, ``None`` for all: the rows of a sparse one."""
-        if self._sparse_values:
+    def moved(self, *, by_rows: bool) -> list[list[Moved] | None]:
+        """Return for each bucket which slots have a gradient, ``None`` for all.
+
+        Args:
+            by_rows: a sparse gradient stands for its rows, not for all.
+        """
+        if by_rows:
             return [[_moved(view) for view in views] for views in self._views]
         flags: list[list[Moved]] = [[view is not None for view in views] for views in self._views]
         return [None if all(mine) else mine for mine in flags]
@@ -166,7 +177,11 @@ class Window:
 
     def first_bad(self) -> str | None:
         """Return the first parameter with an inf or NaN. Syncs: one each."""
-        for bucket, views in zip(self._masters.buckets, self._views, strict=True):
+        # Bad micro-steps are not in the sum; if nothing else was there, the last one was bad.
+        shown: Sequence[Sequence[Tensor | None]] = self._views
+        if self.kept == 0 and self._held is not None:
+            shown = self._held.last_micro_step()
+        for bucket, views in zip(self._masters.buckets, shown, strict=True):
             for name, view in zip(bucket.names, views, strict=True):
                 if view is not None and not bool((view._values() if view.is_sparse else view).isfinite().all()):
                     return name
@@ -174,8 +189,9 @@ class Window:
 
     def rescale_(self, factor: Tensor) -> None:
         """Follow S, which moved by ``factor`` while gradients wait; or note that they are stale."""
-        in_model = any(param.grad is not None for bucket in self._masters.buckets for param in bucket.params)
-        if in_model or (self.holds and (self._held is None or not self._held.rescale_(factor))):
+        if self.unscaled:
+            return
+        if self._in_model() or (self.holds and (self._held is None or not self._held.rescale_(factor))):
             self.stale = True
 
     def close(self, *, keep_memory: bool = True) -> None:
@@ -204,6 +220,9 @@ class Window:
         if self._held is not None:
             self._held.remove()
 
+    def _in_model(self) -> bool:
+        return any(param.grad is not None for bucket in self._masters.buckets for param in bucket.params)
+
     def _drop_model_grads(self) -> None:
         for bucket in self._masters.buckets:
             for param in bucket.params:
@@ -223,24 +242,41 @@ class Window:
         return self._with_sparse(views, grads)
 
     def _gather_held_(self, held: HeldGradients) -> list[list[Tensor | None]]:
+        self._check_droppable()
         held.take_(self._masters.buckets)
         grads = [[param.grad for param in bucket.params] for bucket in self._masters.buckets]
         held.end_micro_step_()
         self._settle(held)
         return self._with_sparse(held.gather_(self._buffers), grads)
 
+    def _check_droppable(self) -> None:
+        """Raise ``ValueError`` for sparse gradients that cannot be dropped with their micro-step."""
+        if self._drop_rule is not None:
+            pairs = (
+                (n, p) for bucket in self._masters.buckets for n, p in zip(bucket.names, bucket.params, strict=True)
+            )
+            if bad := next((name for name, param in pairs if _is_sparse(param.grad)), None):
+                raise ValueError(
+                    f"drop_bad_micro_steps: the gradient of parameter {bad!r} is sparse and cannot be dropped with its "
+                    "micro-step. Build the embedding with sparse=False, or leave drop_bad_micro_steps out."
+                )
+
     def _settle(self, held: HeldGradients) -> None:
         if self._drop_rule is None:
             return
         self.kept, total = held.settle_()
+        if not total:
+            self.kept = None
+            return
         self.dropped = total - self.kept
         if self.kept and self.dropped:
-            self.factor = float(self._drop_rule(self.kept, total))
-            if not 0 < self.factor < torch.inf:
+            factor: object = self._drop_rule(self.kept, total)
+            if not (isinstance(factor, (int, float)) and 0 < factor < torch.inf):
                 raise ValueError(
-                    f"drop_bad_micro_steps({self.kept}, {total}) returned {self.factor!r}: must be a positive finite "
+                    f"drop_bad_micro_steps({self.kept}, {total}) returned {factor!r}: must be a positive finite "
                     "factor. total / kept keeps a mean."
                 )
+            self.factor = float(factor)
 
     def _with_sparse(
         self, views: list[list[Tensor | None]], grads: list[list[Tensor | None]]
@@ -249,7 +285,7 @@ class Window:
         for mine, theirs in zip(views, grads, strict=True):
             for index, grad in enumerate(theirs):
                 if grad is not None and grad.is_sparse:
-                    mine[index] = widen_sparse(grad)
+                    mine[index] = join(mine[index], widen_sparse(grad))
         self._sparse_values = _sparse_values(view for mine in views for view in mine)
         return views
 

@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "scaler",
         "window",
     },
-    "closures": {"decision", "eager", "errors", "groups", "loss_scale", "masters", "report", "rollback"},
+    "closures": {"decision", "eager", "errors", "groups", "loss_scale", "masters", "report"},
     "assembly": {
         "closures",
         "distributed",
@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "loading",
         "loss_scale",
+        "masters",
         "policy",
         "rollback",
         "roster",
