@@ -76,6 +76,11 @@ class Parts:
         owners = [self] if self.handle is None or not self.handle.active else self.handle.owners
         return MasterWeights.union(owner.masters for owner in owners)
 
+    def owned_elsewhere(self) -> set[nn.Parameter]:
+        """Return the parameters that other optimizers of the model have."""
+        owners = [] if self.handle is None else self.handle.owners
+        return {param for owner in owners if owner is not self for param in owner.names}
+
     def check_in_force(self) -> None:
         """Raise ``StepOrderError`` if the conversion was undone."""
         if self.handle is not None and not self.handle.active:

@@ -106,7 +106,7 @@ def unpack(
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
     names = [place.name for place in places]
-    saved_names = _saved_names(ids, names, extras)
+    saved_names = _saved_names(ids, names, saved)
     entries = {name: saved["state"].get(i, {}) for i, name in zip(ids, saved_names, strict=False)}
     keys = IncompatibleKeys(
         [name for name in names if name not in entries], [name for name in entries if name not in set(names)]
@@ -200,9 +200,12 @@ def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
 
 
-def _saved_names(ids: list[Any], names: Sequence[str], extras: Mapping[str, Any] | None) -> list[str]:
-    if extras is not None:
-        return list(extras["names"])
+def _saved_names(ids: list[Any], names: Sequence[str], saved: Mapping[str, Any]) -> list[str]:
+    if saved.get(KEY) is not None:
+        return list(saved[KEY]["names"])
+    given = [name for group in saved["param_groups"] for name in group.get("param_names", [])]
+    if sorted(given) == sorted(names):
+        return given
     if ids and all(isinstance(identity, str) for identity in ids):
         return ids  # names serve as ids in torch.distributed.checkpoint
     return list(names)[: len(ids)]

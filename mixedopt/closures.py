@@ -73,7 +73,8 @@ class Evaluations:
 
         Raises:
             RejectedError: the gradients are not finite.
-            StepOrderError: gradients of the evaluation before are still there.
+            StepOrderError: gradients of the evaluation before are still there,
+                or the loss that came back is scaled.
 
         Syncs: one host read, one more in a line search.
         """
@@ -89,6 +90,8 @@ class Evaluations:
             raise StepOrderError(
                 "the closure added to the gradients of an earlier evaluation. Begin it with optimizer.zero_grad()."
             )
+        if tier.scaler.made(loss):
+            raise StepOrderError("the closure returned the scaled loss. Return the loss itself, before scale().")
         if isinstance(loss, Tensor):
             loss = loss.detach().float() if loss.dtype in HALF_DTYPES else loss.detach()
         self.count += 1

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mixedopt.decision import Decision, Evidence, decide
+from mixedopt.distributed import several_ranks
 from mixedopt.flat import Kind
 from mixedopt.gradients import clip_factor, unscale_factor
 from mixedopt.groups import StepGuard, is_torchs
@@ -253,6 +254,12 @@ class EagerTier:
         return inverse if self.window.factor == 1.0 else inverse * self.window.factor
 
     def _collect(self) -> bool:
+        if self.untried and several_ranks() and not all(bucket.shows_masters() for bucket in self.masters.buckets):
+            logger.warning(
+                "weights were overwritten between wrapping and the first step, as DistributedDataParallel does on all "
+                "ranks but the first: their masters have lost the low bits. Put it around the model before wrapping, "
+                "or seed all ranks alike."
+            )
         self.masters.adopt_edits_()
         return self.window.collect_()
 

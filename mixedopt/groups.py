@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -138,9 +138,10 @@ def rekey_(
 ) -> None:
     """Hand ``inner`` other parameters in the place of those it has.
 
-    State follows its parameter, also in optimizers that ``inner`` holds. What
-    was kept in the format of a half parameter is widened to fp32; what is half
-    beside an fp32 parameter is meant to be.
+    State follows its parameter, also in optimizers that ``inner`` holds; so do
+    lists, tuples and dicts of parameters among its attributes. What was kept in
+    the format of a half parameter is widened to fp32; what is half beside an
+    fp32 parameter is meant to be.
 
     Args:
         inner: groups and state are modified in place.
@@ -148,9 +149,27 @@ def rekey_(
         halves: old parameters that were half, and their dtype.
     """
     for optimizer in nested(inner):
+        for name, value in vars(optimizer).items():
+            if name not in ("state", "param_groups", "defaults"):
+                vars(optimizer)[name] = _with(value, moved)
         for group in optimizer.param_groups:
             group["params"][:] = [moved.get(param, param) for param in group["params"]]  # LBFGS keeps the list itself
         for old, new in moved.items():
             if old in optimizer.state:
                 state = optimizer.state.pop(old)
                 optimizer.state[new] = widened(state, halves[old]) if old in halves else state
+
+
+def _with(value: Any, moved: Mapping[nn.Parameter, nn.Parameter]) -> Any:
+    """Return ``value`` with the parameters in it replaced; lists and dicts are changed in place."""
+    if isinstance(value, nn.Parameter):
+        return moved.get(value, value)
+    if type(value) is list:
+        value[:] = [_with(item, moved) for item in value]
+    elif type(value) is tuple:
+        return tuple(_with(item, moved) for item in value)
+    elif type(value) in (dict, defaultdict):
+        items = [(_with(key, moved), _with(item, moved)) for key, item in value.items()]
+        value.clear()
+        value.update(items)
+    return value

@@ -115,7 +115,7 @@ class HeldGradients:
                 there.append([False] * len(bucket.params))
         for index, param in enumerate(bucket.params):
             take = TakeGradient(store, index, sparse=self._takes_sparse)
-            self._handles.append(param.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+            self._handles.append(_watch(param, take))
 
     @property
     def holds(self) -> bool:
@@ -198,6 +198,14 @@ class HeldGradients:
                 flat.mul_(factor)
         return True
 
+    def zero_(self) -> None:
+        """Make the gradients that are there zero; droppable ones are forgotten."""
+        if self._droppable:
+            self.clear_(keep_memory=True)
+        for store in self._stores:
+            for flat in (store.buffer.flat, *(grad._values() for grad in store.sparse.values())):
+                flat.zero_()
+
     def clear_(self, *, keep_memory: bool) -> None:
         """Forget all gradients."""
         for store in (*self._stores, *self._stages):
@@ -213,3 +221,12 @@ class HeldGradients:
 def join(dense: Tensor | None, sparse: Tensor) -> Tensor:
     """Return the sum of a gradient that may not be there, in place, and a sparse one."""
     return sparse if dense is None else dense.add_(sparse)
+
+
+def _watch(param: Tensor, take: TakeGradient) -> RemovableHandle:
+    """Register the hook, also on a frozen parameter: torch keeps hooks there, but takes none."""
+    frozen = not param.requires_grad
+    param.requires_grad_(True)
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+    param.requires_grad_(not frozen)
+    return handle

@@ -50,7 +50,10 @@ class Bucket:
         for param, view in zip(self.params, self.layout.model_views(self.flat_master), strict=True):
             view.copy_(param.detach())
             param.grad = None
-            param.data = view  # frees the original before the half buffer is made
+            if param.dtype not in HALF_DTYPES:
+                # Frees the original before the half buffer is made. A half one must not change its dtype for a
+                # moment: it would get another gradient accumulator, without DDP's hook.
+                param.data = view
         # An fp32 parameter and its master share storage and version counter.
         shown = self.layout.views(self.flat_master) if self.is_half else [param.detach() for param in self.params]
         self.masters = [nn.Parameter(view) for view in shown]
@@ -108,6 +111,7 @@ class Bucket:
         Only values whose half rounding differs from the weight are rewritten,
         so the low bits of untouched values stay. Syncs: none.
         """
+        self._check_places()
         if self.is_half:
             for param, master in zip(self.params, self.masters, strict=True):
                 weight = param.detach()
@@ -121,6 +125,16 @@ class Bucket:
         Raises:
             ValueError: if a parameter no longer lies in the flat buffer.
         """
+        self._check_places()
+        if self.is_half and list(map(_VERSION, self.params)) != self._versions:
+            self.refresh_()
+
+    def shows_masters(self) -> bool:
+        """True iff every weight is its master, rounded. Syncs: one read."""
+        return torch.equal(self.flat_model, self.flat_master.to(self.dtype))
+
+    def _check_places(self) -> None:
+        """Raise ``ValueError`` if a parameter no longer lies in the flat buffer."""
         pointers = list(map(Tensor.data_ptr, self.params))
         if pointers != self._pointers:
             moved = next(n for n, now, was in zip(self.names, pointers, self._pointers, strict=True) if now != was)
@@ -128,8 +142,6 @@ class Bucket:
                 f"parameter {moved!r} was moved out of the optimizer's flat storage (model.to(), p.data = ...): "
                 "its master would be lost. Move the model before wrapping it, and edit weights in place."
             )
-        if self.is_half and list(map(_VERSION, self.params)) != self._versions:
-            self.refresh_()
 
     def reclaim_(self) -> None:
         """Bring back masters that the inner optimizer has moved to storage of their own.

@@ -129,6 +129,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._parts.check_in_force()
         self._check_not_unscaled("backward()")
         validate.not_scaled(losses, self._tier.scaler, look=self._tier.untried)
+        if self._tier.window.takes:  # what was unfrozen needs its store before its first gradient
+            with torch.no_grad():
+                self._parts.adopt_unfrozen_(without_gradient=True)
         self._tier.window.end_micro_step_()
         return self._tier.scaler.scale(losses)
 
@@ -209,13 +212,19 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window; ``set_to_none=False`` writes zeros."""
+        """Drop the gradients of the window; ``set_to_none=False`` leaves zeros where there was one.
+
+        Unscaled and droppable gradients are dropped either way.
+        """
         for param in self._roster.names:
             if set_to_none or param.grad is None:
                 param.grad = None
             else:
                 param.grad.detach_().zero_()
-        self._tier.drop_gradients_()
+        if set_to_none:
+            self._tier.drop_gradients_()
+        else:
+            self._tier.window.zero_()
 
     # -- what is so -------------------------------------------------------
 
@@ -295,7 +304,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Its parameters share storage with the masters and its buffers are the
         model's, so it follows the training and costs no memory; frozen half
-        parameters are copies. It has no casts, and nothing in it requires a
+        parameters are copies: ask anew after unfreezing or adding some. It has no casts, and nothing in it requires a
         gradient.
 
         Raises:
@@ -343,7 +352,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 here; nothing is changed.
         """
         self._parts.check_in_force()
-        self._roster.add_group_(param_group)
+        self._roster.add_group_(param_group, self._parts.owned_elsewhere())
         self._tier.window.follow_()
 
     # -- checkpoints ------------------------------------------------------

@@ -255,17 +255,24 @@ class PolicyHandle:
         """Undo the conversion: no hooks, fp32 parameters.
 
         Weights come back from the masters when an optimizer is attached, else
-        they are the half values widened. Calling it again does nothing.
+        they are the half values widened. Calling it again does nothing. A
+        ``DistributedDataParallel`` made since the conversion must be made anew.
+
+        Raises:
+            ValueError: a parameter was moved; nothing has been undone.
         """
-        if self.active:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = []
-            for owner in self.owners:
-                owner.return_to_fp32_()
-            self._widen_halves()
-            if self._ddp is not None:
-                rebuild_(self._ddp)
+        if not self.active:
+            return
+        for owner in self.owners:
+            owner.masters.adopt_edits_()  # may refuse, before anything is changed
+        for handle in self._handles:
+            handle.remove()
+        for owner in self.owners:
+            owner.return_to_fp32_()
+        self._widen_halves()
+        if self._ddp is not None:
+            rebuild_(self._ddp)
+        self._handles = []
 
     def _widen_halves(self) -> None:
         for param in self.plan.model.parameters():
@@ -378,7 +385,7 @@ def _check_model(model: nn.Module) -> None:
     if any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks):
         raise ValueError(
             "the model is converted already: converting it twice would round its weights again. Undo the first "
-            "conversion with its handle's remove()."
+            "conversion with its handle's remove(), or wrap the optimizer without model=."
         )
     for name, param in model.named_parameters():
         if nn.parameter.is_lazy(param):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class Roster:
         """True iff some ``.grad`` of the model is not ``None``."""
         return any(param.grad is not None for param in self.names)
 
-    def add_group_(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with masters for those that are trained.
+    def add_group_(self, param_group: dict[str, Any], taken: Collection[nn.Parameter]) -> None:
+        """Add parameters, with masters for those that are trained; none that is ``taken``.
 
         Raises:
             ValueError, TypeError: as torch, or a parameter cannot be trained
@@ -72,6 +72,7 @@ class Roster:
         """
         params, given = validate.group_params(param_group)
         fresh = validate.new_parameters(params, self.names, self.root, len(self.groups), given)
+        validate.not_taken(fresh, taken)
         members: Sequence[Any] = list(zip(given, params, strict=True)) if given else params
         self.inner.add_param_group({**param_group, "params": members})
         self.names.update(fresh)

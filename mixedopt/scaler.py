@@ -47,6 +47,7 @@ class LossScaler:
         self.config = config
         self.state: LossScaleState = init_state(config, HOST)
         self.tally = Tally()
+        self._last: weakref.ref[Tensor] | None = None
 
     @property
     def losses(self) -> int:
@@ -57,7 +58,13 @@ class LossScaler:
         """Return ``loss`` times S; fp32, or double if it is. Syncs: none."""
         self.tally.count += 1
         wide = loss if loss.dtype == torch.float64 else loss.float()
-        return wide * self.state.scale
+        scaled = wide * self.state.scale
+        self._last = weakref.ref(scaled)
+        return scaled
+
+    def made(self, loss: object) -> bool:
+        """True iff ``loss`` is what ``scale`` returned last."""
+        return isinstance(loss, Tensor) and self._last is not None and self._last() is loss
 
     def move_(self, decision: Decision, culprit: str | None) -> None:
         """Take over the state after a step.

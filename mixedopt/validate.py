@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,9 +111,7 @@ def joining(
     names: Mapping[nn.Parameter, str],
 ) -> None:
     """Raise ``ValueError`` unless another optimizer may join a model as it was converted."""
-    for owner in handle.owners:
-        if twice := next((name for param, name in names.items() if param in owner.names), None):
-            raise ValueError(f"{WHO}: parameter {twice!r} is in another optimizer of this model. Leave it in one.")
+    not_taken(names, {param for owner in handle.owners for param in owner.names})
     if dtype != handle.plan.dtype:
         raise ValueError(f"{WHO}(dtype={dtype!r}): the model was converted to {handle.plan.dtype}. Pass the same.")
     if policy is not None and policy != handle.plan.policy:
@@ -123,6 +121,12 @@ def joining(
             f"{WHO}(loss_scale=...): another optimizer trains this model, and one backward serves both. Pass one "
             "SharedLossScale to both, or the same static scale."
         )
+
+
+def not_taken(names: Mapping[nn.Parameter, str], taken: Collection[nn.Parameter]) -> None:
+    """Raise ``ValueError`` if another optimizer of the model has one of these parameters."""
+    if twice := next((name for param, name in names.items() if param in taken), None):
+        raise ValueError(f"{WHO}: parameter {twice!r} is in another optimizer of this model. Leave it in one.")
 
 
 def loss(value: object) -> None:

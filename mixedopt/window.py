@@ -79,6 +79,11 @@ class Window:
         return bool(self._sparse_values)
 
     @property
+    def takes(self) -> bool:
+        """True iff gradients leave the model's ``.grad`` as soon as autograd has finished them."""
+        return self._held is not None
+
+    @property
     def gathered(self) -> bool:
         """True iff gradients lie in the flat buffers since the last ``close``."""
         return bool(self._views)
@@ -193,6 +198,14 @@ class Window:
             return
         if self._in_model() or (self.holds and (self._held is None or not self._held.rescale_(factor))):
             self.stale = True
+
+    def zero_(self) -> None:
+        """Make the gradients that wait in a store zero."""
+        if self._held is not None and self.holds and not self.unscaled:
+            self._held.zero_()
+            self.stale = False
+        else:
+            self.close()
 
     def close(self, *, keep_memory: bool = True) -> None:
         """Drop the gathered gradients and the masters' ``.grad``.

@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "roster": {"checkpoint", "groups", "masters", "validate"},
     "eager": {
         "decision",
+        "distributed",
         "flat",
         "gradients",
         "groups",

@@ -752,3 +752,20 @@ def test_lbfgs_resumes_as_if_it_had_never_stopped(
     assert differs(saved, run.optimizer.state_dict())
     if half is not None:
         assert_same(as_saved, saved)  # torch's own load shares the tensors of the dict, ours does not
+
+
+def test_a_closure_does_not_return_the_scaled_loss(device: torch.device, dtype: torch.dtype) -> None:
+    """A line search would compare it with unscaled slopes: refused, everything as before."""
+    param = vector(device, dtype, 4)
+    optimizer = Wrapper(lbfgs([param], "strong_wolfe"), loss_scale=S)
+    before = param.detach().clone()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        scaled = optimizer.scale(param.float().square().sum())
+        scaled.backward()
+        return scaled
+
+    with pytest.raises(StepOrderError, match=r"the closure returned the scaled loss. Return the loss itself"):
+        optimizer.step(closure)
+    assert torch.equal(before, param.detach())

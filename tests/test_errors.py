@@ -637,3 +637,66 @@ def test_a_copy_of_the_model_is_watched_by_nobody(device: torch.device, dtype: t
         gc.enable()
     model.load_state_dict(twin.state_dict())
     assert (model.hidden.weight == 0).all()
+
+
+def test_a_parameter_of_another_optimizer_is_not_added(device: torch.device, dtype: torch.dtype) -> None:
+    """Two optimizers of one model: neither takes what the other has, and nothing is changed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(device)
+    shared = SharedLossScale(2.0**4)
+    first, second = (
+        MixedPrecisionOptimizer(make_adamw(part.parameters()), model, dtype=dtype, loss_scale=shared) for part in model
+    )
+    before = snapshot(model, second)
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is in another optimizer of this model. Leave it in"):
+        second.add_param_group({"params": [model[0].weight]})
+    assert_same(before, snapshot(model, second))
+    first.backward(model(torch.ones(1, 4, device=device)).sum())
+    shared.step(first, second)
+    assert first.last_step.applied
+
+
+@pytest.mark.parametrize("call", ["remove", "refresh_masters"])
+def test_a_moved_parameter_is_refused_before_anything_is_undone(
+    call: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """``remove()`` and ``refresh_masters()`` name it; once it is back in its place, all goes on."""
+    model, optimizer = wrapped(device, dtype)
+    data = model.hidden.weight.data
+    before = snapshot(model, optimizer)
+    model.hidden.weight.data = data.clone()
+    with pytest.raises(ValueError, match=r"parameter 'hidden.weight' was moved"):
+        optimizer.policy_handle.remove() if call == "remove" else optimizer.refresh_masters()
+    model.hidden.weight.data = data
+    assert_same(before, snapshot(model, optimizer))
+    assert optimizer.policy_handle.active
+    train(model, optimizer, [0])
+    optimizer.policy_handle.remove()
+    assert all(param.dtype == torch.float32 for param in model.parameters())
+
+
+def test_a_loss_that_was_scaled_is_not_scaled_again(device: torch.device, dtype: torch.dtype) -> None:
+    """Our own product is known at any time, GradScaler's until the first step; ordinary products are not."""
+    model, optimizer = wrapped(device, dtype, loss_scale=2.0**10)
+    loss = loss_of(model, 0)
+    with pytest.raises(StepOrderError, match=r"scaled twice: it comes from scale\(\)"):
+        optimizer.backward(optimizer.scale(loss))
+    with pytest.raises(StepOrderError, match=r"multiplied by 65536, as torch.amp.GradScaler does"):
+        optimizer.backward(loss * torch.tensor(2.0**16, device=device))
+    for factor in (1024, 1024.0, torch.tensor(1000.0, device=device), torch.tensor(2.0, device=device)):
+        optimizer.scale(loss * factor)
+    optimizer.scale(loss * torch.tensor(2.0**16, device=device, requires_grad=True))
+
+
+def test_a_plain_dict_with_names_is_matched_by_name(device: torch.device, dtype: torch.dtype) -> None:
+    """State follows its name, though the parameters stand in another order; shapes alone could not tell."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)}).to(device)
+    bare = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    for value, param in enumerate(model.parameters()):
+        param.grad = torch.full_like(param, float(value))
+    bare.step()
+    saved = copy.deepcopy(bare.state_dict())
+    inner = torch.optim.SGD(reversed(list(model.named_parameters())), lr=0.1, momentum=0.9)
+    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype)
+    optimizer.load_state_dict(saved)
+    state = {name: optimizer.inner.state[master] for name, master in optimizer.named_masters()}
+    assert [0.0, 1.0] == [float(state[name]["momentum_buffer"][0, 0]) for name in ("a.weight", "b.weight")]

@@ -63,7 +63,7 @@ class Conformance:
         return all(outcome.status != FAILED for outcome in self.outcomes)
 
     def __getitem__(self, law: str) -> Outcome:
-        return next(outcome for outcome in self.outcomes if outcome.law == law)
+        return {outcome.law: outcome for outcome in self.outcomes}[law]
 
     def __str__(self) -> str:
         width = max(len(outcome.law) for outcome in self.outcomes)
@@ -141,6 +141,7 @@ def _solvable(factory: Factory) -> Problem:
             try:
                 made = factory([nn.Parameter(weight) for weight in problem.weights()])
                 if isinstance(made, torch.optim.Optimizer):
+                    _check_holds_all(made, len(shapes))
                     problem = dataclasses.replace(problem, closure=needs_closure(factory, problem))
                     Bare(factory, problem).step(0)
             except Exception as error:
@@ -150,6 +151,12 @@ def _solvable(factory: Factory) -> Problem:
                 raise TypeError(f"check_optimizer: the factory returned {shown(made)}, no torch optimizer.")
             return problem
     raise ValueError(f"check_optimizer: the bare optimizer steps over none of the tried parameters. It says {errors}.")
+
+
+def _check_holds_all(optimizer: torch.optim.Optimizer, count: int) -> None:
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    if held != count:
+        raise ValueError(f"the factory's optimizer holds {held} of {count} parameters; it must hold all")
 
 
 def _equality(factory: Factory, problem: Problem) -> str | None:
