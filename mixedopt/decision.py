@@ -106,7 +106,7 @@ def decide(
     if nothing_kept:
         norm = torch.full_like(norm, torch.nan)
     skip = ~((is_finite(norm) | unsure) & is_finite(before_edits))
-    found_inf = skip | dropped
+    found_inf = torch.ones_like(skip) if dropped else skip
     following = update(config, state, found_inf)
     if dropped:  # a window that lost some micro-steps is no skip
         following = dataclasses.replace(following, floor_skips=following.floor_skips * skip)

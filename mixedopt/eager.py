@@ -63,6 +63,7 @@ class EagerTier:
         measured: True iff the gradients of the window were judged ahead of
             ``step_``, for a shared step.
         decision: the judgement then, ``None`` without gradients.
+        untried: True iff no step was tried yet since this was built or loaded.
 
     Args:
         inner: steps over the masters.
@@ -105,13 +106,9 @@ class EagerTier:
         self._one = torch.ones((), dtype=torch.float32, device=HOST)
         self._before_edits: Tensor | None = None
         self._largest_half: Tensor | None = None
+        self.untried = True
         self._losses_before = 0  # zero_grad() may come between scale and backward
         self._warned_unscaled = False
-
-    @property
-    def untried(self) -> bool:
-        """True iff no step was tried yet since this optimizer was built or loaded."""
-        return self.last_step == StepReport()
 
     def unscale_(self) -> None:
         """Move the gradients to the masters, divided by S. Syncs: none, as ``Window.collect_``."""
@@ -158,6 +155,7 @@ class EagerTier:
     def finish_(self, report: StepReport) -> None:
         """End the step: drop the gradients, watch the statistics anew."""
         self.last_step = report
+        self.untried = False
         # A scheduler made on the inner optimizer warns unless its step() seems to have run.
         self.inner._opt_called = True  # type: ignore[attr-defined]
         self.drop_gradients_(keep_memory=not report.skipped)
@@ -246,6 +244,8 @@ class EagerTier:
         """Take over what ``from_dict`` read."""
         self.scaler.load_(moving.config, moving.state)
         self.applied_steps, self.skipped_steps = moving.applied_steps, moving.skipped_steps
+        self.finish_(StepReport())
+        self.untried = True
 
     def _inverse(self) -> Tensor:
         if self.window.unscaled:

@@ -401,10 +401,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         checkpoint.load_inner_(self.inner, saved)
         if self._parts.shared is not None:
             self._parts.shared.follow_(moving.state, stepped=[self._tier])
-        self._tier.load_(moving)
         self._roster.load_masters_(saved.masters)
         self._tier.window.follow_()
-        self._tier.finish_(StepReport())
+        self._tier.load_(moving)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
         return saved.keys
