@@ -168,6 +168,11 @@ class EagerTier:
         self._before_edits = None
         self.window.close(keep_memory=keep_memory)
 
+    def zero_gradients_(self) -> None:
+        """Make what the window holds zero; see ``Window.zero_``."""
+        self._before_edits = None
+        self.window.zero_()
+
     def prepare_(self, decision: Decision) -> None:
         """Unscale and clip the gradients and show them to the inner optimizer. Syncs: none."""
         inverse = decision.inverse

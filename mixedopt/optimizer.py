@@ -224,7 +224,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if set_to_none:
             self._tier.drop_gradients_()
         else:
-            self._tier.window.zero_()
+            self._tier.zero_gradients_()
 
     # -- what is so -------------------------------------------------------
 

@@ -13,6 +13,8 @@ COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Heal
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("ci", max_examples=200, **COMMON)
 settings.register_profile("thorough", max_examples=2000, **COMMON)
+# These tensors are too small to be shared out: a second thread only waits.
+torch.set_num_threads(1)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 

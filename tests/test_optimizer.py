@@ -566,3 +566,16 @@ def test_a_forgotten_model_is_logged(kind: str, device: torch.device, caplog: py
         MixedPrecisionOptimizer(inner, model if kind == "with a model" else None)
     expected = ["no parameter is half and no model was given: training stays in fp32."] if kind == "fp32" else []
     assert expected == [record.getMessage()[:68] for record in caplog.records]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dropping_unscaled_gradients_forgets_that_one_was_bad(
+    set_to_none: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """An inf that ``unscale_`` has shown and ``zero_grad`` has dropped does not skip the next window."""
+    model, optimizer = wrapped(device, dtype)
+    optimizer.backward(loss_of(model, 0) * torch.inf)
+    optimizer.unscale_()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    train(model, optimizer, [1])
+    assert optimizer.last_step.applied

@@ -593,7 +593,7 @@ def test_policy_fp32_changes_no_parameter(device: torch.device, dtype: torch.dty
         (("head",), {"embedding.weight", "head.bias"}),
         (("[bf]r*.weight",), {"branch.weight", "branch.bias", "frozen.weight", "frozen.bias"}),
     ],
-    ids=str,
+    ids=lambda names: "+".join(sorted(names)),  # the same in every process
 )
 def test_kept_names_stay_fp32(globs: tuple[str, ...], fp32: set[str], device: torch.device, dtype: torch.dtype) -> None:
     """A glob keeps modules, and the modules that compute with a kept parameter."""
