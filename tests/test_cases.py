@@ -348,7 +348,11 @@ def test_inner_optimizer_sees_every_parameter_in_its_own_shape(make: Factory, at
         net.hidden.bias.data.fill_(10.0)
         net.branch.bias.data.fill_(at.rounded(0.01))
     pair.optimizer.refresh_masters()
+    before = masters_of(pair.optimizer)
     pair.play(2.0**-4, 2.0**-3)
+    moved = {name for name, master in masters_of(pair.optimizer).items() if not torch.equal(before[name], master)}
+    assert "hidden.weight" in moved
+    assert make is muon or {"hidden.bias", "branch.bias"} <= moved
 
 
 def test_layer_unused_in_a_batch_is_not_fed_zeros(at: Bench) -> None:
