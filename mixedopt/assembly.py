@@ -16,7 +16,7 @@ from mixedopt.errors import StepOrderError
 from mixedopt.loading import Fp32Loads
 from mixedopt.loss_scale import LossScaleConfig, resolve_config
 from mixedopt.masters import MasterWeights
-from mixedopt.policy import CastPlan, CastPolicy, PolicyHandle, check_fits, handle_of, unwrap
+from mixedopt.policy import CastPlan, CastPolicy, PolicyHandle, check_fits, handle_of, plan_casts, unwrap
 from mixedopt.rollback import NormStatistics
 from mixedopt.roster import Roster
 from mixedopt.scaler import LossScaler, SharedLossScale
@@ -120,7 +120,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     _check(inner, model, options)
     root = None if model is None else unwrap(model)
     joined = None if root is None else handle_of(root)
-    plan = None if root is None or joined else (options.policy or CastPolicy.default()).plan(root, options.dtype)
+    plan = None if root is None or joined else plan_casts(options.policy or CastPolicy.default(), root, options.dtype)
     names = validate.parameters(inner, root)
     dtypes = {p: p.dtype if plan is None else plan.dtypes.get(name, p.dtype) for p, name in names.items()}
     shared = options.loss_scale if isinstance(options.loss_scale, SharedLossScale) else None

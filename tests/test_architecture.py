@@ -35,7 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "groups": {"copies", "errors"},
     "loading": {"casting", "masters"},
     "rollback": {"casting", "copies", "groups", "masters"},
-    "policy": {"casting", "distributed", "errors", "masters"},
+    "policy.rules": set(),
+    "policy.plan": {"casting", "masters", "policy.rules"},
+    "policy.handle": {"casting", "distributed", "errors", "masters", "policy.plan", "policy.rules"},
+    "policy.__init__": {"policy.handle", "policy.plan", "policy.rules"},
     "export": {"masters", "policy"},
     "window": {"errors", "flat", "gradients", "holding", "masters"},
     "decision": {"gradients", "loss_scale"},
@@ -91,6 +94,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing.strategies": {"loss_scale"},
     "testing.__init__": {"testing.conformance"},
 }
+# Rooms of several files.
+FOLDERS = ("policy.", "testing.")
 # What a room needs beside torch: an optional extra.
 EXTRAS = {"testing.strategies": {"hypothesis"}}
 
@@ -131,7 +136,7 @@ def imported(file: Path) -> Iterator[str]:
 
 def rooms(file: Path) -> set[str]:
     names = (name.removeprefix("mixedopt.") for name in imported(file) if name.startswith("mixedopt."))
-    return {".".join(name.split(".")[: 2 if name.startswith("testing.") else 1]) for name in names}
+    return {".".join(name.split(".")[: 2 if name.startswith(FOLDERS) else 1]) for name in names}
 
 
 def test_every_room_is_in_the_table_of_imports() -> None:
