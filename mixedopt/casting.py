@@ -18,28 +18,60 @@ from torch import Tensor, nn
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+NOTHING: frozenset[str] = frozenset()
+
+
+def cast(value: Any, dtype: torch.dtype, leave: frozenset[str] = NOTHING, *, lower: bool = False) -> Any:
     """Return ``value`` with every floating tensor in it cast to ``dtype``.
 
     Looks into lists, tuples, named tuples, dicts and dataclasses. Integers,
     bools, complex and quantised tensors and all other objects pass untouched;
     what needs no cast comes back as the same object. Differentiable.
+
+    Args:
+        value: any object.
+        dtype: of the floating tensors that come back.
+        leave: keys of dicts and fields of named tuples and dataclasses whose
+            values pass untouched.
+        lower: finite values below the range become its lowest value, not -inf;
+            see ``lowered``.
     """
     if not _needs_cast(value, dtype):
         return value
     if isinstance(value, Tensor):
-        return value.to(dtype)
+        return _lowered_tensor(value, dtype) if lower else value.to(dtype)
     if isinstance(value, (list, tuple)):
-        items = [cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        names = getattr(value, "_fields", None)
+        if names is None:
+            return type(value)([cast(item, dtype, leave, lower=lower) for item in value])
+        pairs = zip(names, value, strict=True)
+        return type(value)(*[item if key in leave else cast(item, dtype, leave, lower=lower) for key, item in pairs])
     if isinstance(value, dict):
         # A copy keeps the subclass (OrderedDict, the outputs of transformers); torch.compile traces dict() alone.
         new = dict(value) if type(value) is dict else copy.copy(value)
         for key, item in value.items():
-            new[key] = cast(item, dtype)
+            if key not in leave:
+                new[key] = cast(item, dtype, leave, lower=lower)
         return new
-    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-    return dataclasses.replace(value, **{name: cast(item, dtype) for name, item in fields.items()})
+    names = [f.name for f in dataclasses.fields(value) if f.init and f.name not in leave]
+    return dataclasses.replace(value, **{n: cast(getattr(value, n), dtype, leave, lower=lower) for n in names})
+
+
+def lowered(value: Any, dtype: torch.dtype) -> Any:
+    """As ``cast``, but a finite mask constant below the range becomes its lowest value.
+
+    -1e9 and ``finfo(float32).min`` are constants that mean "never"; as -inf
+    they turn a row that is masked as a whole into NaN. A -inf stays -inf, and so
+    does what overflows upwards or in a tensor that requires a gradient.
+    """
+    return cast(value, dtype, lower=True)
+
+
+def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    half = value.to(dtype)
+    if value.requires_grad or torch.finfo(dtype).min <= torch.finfo(value.dtype).min:
+        return half
+    return torch.where((half == -torch.inf) & (value != -torch.inf), torch.finfo(dtype).min, half)
 
 
 def _needs_cast(value: Any, dtype: torch.dtype) -> bool:
@@ -82,14 +114,66 @@ class WeakHook:
 
 
 class CastInputs:
-    """Forward pre-hook: floating arguments become ``dtype``."""
+    """Forward pre-hook: floating arguments become ``dtype``.
+
+    Args:
+        dtype: what they become.
+        leave: names of arguments, and keys and fields in them, that do not.
+        positions: where arguments of these names may stand.
+        lower: a finite mask constant stays finite; see ``lowered``.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        leave: frozenset[str] = NOTHING,
+        positions: frozenset[int] = frozenset(),
+        *,
+        lower: bool = False,
+    ) -> None:
+        self.dtype = dtype
+        self.leave = leave
+        self.positions = positions
+        self.lower = lower
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments with their tensors cast."""
+        if self.positions:
+            args = tuple([a if i in self.positions else self._cast(a) for i, a in enumerate(args)])
+        else:
+            args = self._cast(args)
+        return args, self._cast(kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        return cast(value, self.dtype, self.leave, lower=self.lower)
+
+
+class CastParameters:
+    """Forward pre-hook: the module computes with its parameters cast to ``dtype``.
+
+    The cast tensors hide the parameters under their names until ``ShowParameters``
+    takes them away again; gradients reach the parameters themselves.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments with their tensors cast."""
-        return cast(args, self.dtype), cast(kwargs, self.dtype)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hide the parameters of the module and of what is inside it."""
+        for inner in module.modules():
+            for name, param in inner._parameters.items():
+                if param is not None and param.dtype in CASTABLE and param.dtype != self.dtype:
+                    inner.__dict__[name] = param.to(self.dtype)
+
+
+class ShowParameters:
+    """Forward hook, also after an exception: take away what ``CastParameters`` put there."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Show the parameters again."""
+        for inner in module.modules():
+            for name in inner._parameters:
+                inner.__dict__.pop(name, None)
 
 
 class CastOutputs:
@@ -134,3 +218,21 @@ class RefuseAssign:
                 "load_state_dict(assign=True): would replace the parameters of a converted model and orphan their "
                 "masters. Load without assign; values are copied into the existing parameters."
             )
+
+
+def drop_hooks_(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    """Take hooks of these classes off one module, whoever registered them."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    ):
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), kinds)]:
+            del hooks[key]
+            for more in (
+                module._forward_pre_hooks_with_kwargs,
+                module._forward_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+            ):
+                more.pop(key, None)

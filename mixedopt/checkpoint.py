@@ -4,7 +4,7 @@ A state dict is torch's, with a few keys more::
 
     state         id -> {"master": fp32 tensor, <inner state under torch's names>}
     param_groups  as torch writes them
-    mixedopt      {"format", "names", "loss_scale", "applied_steps", "skipped_steps"}
+    mixedopt      {"format", "names", "policy", "loss_scale", "applied_steps", "skipped_steps"}
 
 A dict without the ``mixedopt`` key is a plain torch optimizer's: its moments
 and hyperparameters are loaded, masters and scale are left alone. What else an
@@ -88,11 +88,17 @@ def pack(inner: Mapping[str, Any], places: Sequence[Place], extras: Mapping[str,
 
 
 def unpack(
-    saved: Mapping[str, Any], places: Sequence[Place], group_sizes: Sequence[int], *, strict: bool
+    saved: Mapping[str, Any],
+    places: Sequence[Place],
+    group_sizes: Sequence[int],
+    *,
+    strict: bool,
+    policy: str | None = None,
 ) -> Checkpoint:
     """Check a state dict against this optimizer; write nothing.
 
     Parameters are matched by name where the dict has names, else by position.
+    A cast policy other than ``policy``, as text, is a difference if ``strict``.
 
     Raises:
         CheckpointError: lists what differs. Nothing was loaded.
@@ -101,6 +107,8 @@ def unpack(
     """
     _check_structure(saved)
     extras = saved.get(KEY)
+    if strict:
+        _check_policy((extras or {}).get("policy"), policy)
     if len(saved["param_groups"]) == 1 and "param_groups" not in _inner_keys(saved):
         group_sizes = [sum(group_sizes)]  # the inner optimizer writes no groups
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
@@ -194,6 +202,15 @@ def _check_structure(saved: Any) -> None:
     for counter in ("applied_steps", "skipped_steps"):
         if not (isinstance(extras.get(counter), int) and extras[counter] >= 0):
             raise _error([f"{counter} = {extras.get(counter)!r}, not a count"])
+
+
+def _check_policy(saved: Any, ours: str | None) -> None:
+    """Raise if both are known and differ; masters and state would fit all the same."""
+    if saved is not None and ours is not None and saved != ours:
+        raise CheckpointError(
+            f"state_dict was saved under the cast policy {saved!r}, here it is {ours!r}. Nothing was loaded. Build the "
+            "optimizer with policy=CastPolicy.from_string(...), or change the policy on purpose with strict=False."
+        )
 
 
 def _is_group(group: Any) -> bool:

@@ -370,7 +370,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = checkpoint.pack(self.inner.state_dict(), self._roster.places(), self._tier.to_dict())
+        packed = checkpoint.pack(
+            self.inner.state_dict(), self._roster.places(), {"policy": self._policy(), **self._tier.to_dict()}
+        )
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -396,7 +398,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, dict(state_dict)) or state_dict
         sizes = [len(group["params"]) for group in self._roster.groups]
-        saved = checkpoint.unpack(state_dict, self._roster.places(), sizes, strict=strict)
+        places = self._roster.places()
+        saved = checkpoint.unpack(state_dict, places, sizes, strict=strict, policy=self._policy())
         moving = self._tier.from_dict(saved.extras)
         checkpoint.load_inner_(self.inner, saved)
         if self._parts.shared is not None:
@@ -413,6 +416,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             "MixedPrecisionOptimizer cannot be copied or pickled: its masters share storage with the model. "
             "Build a new one and load this one's state_dict()."
         )
+
+    def _policy(self) -> str | None:
+        return None if self._parts.handle is None else self._parts.handle.plan.text
 
     # -- small checks -----------------------------------------------------
 

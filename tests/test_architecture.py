@@ -35,10 +35,18 @@ ALLOWED: dict[str, set[str]] = {
     "groups": {"copies", "errors"},
     "loading": {"casting", "masters"},
     "rollback": {"casting", "copies", "groups", "masters"},
-    "policy.rules": set(),
-    "policy.plan": {"casting", "masters", "policy.rules"},
-    "policy.handle": {"casting", "distributed", "errors", "masters", "policy.plan", "policy.rules"},
-    "policy.__init__": {"policy.handle", "policy.plan", "policy.rules"},
+    "functions": {"casting"},
+    "scopes": {"casting", "functions"},
+    "norms": {"norm_group_kernels", "norm_kernels"},
+    "norm_kernels": set(),
+    "norm_group_kernels": {"norm_kernels"},
+    "policy.rule": set(),
+    "policy.spelling": {"policy.rule"},
+    "policy.rules": {"functions", "policy.rule", "policy.spelling"},
+    "policy.plan": {"casting", "functions", "masters", "norms", "policy.rule", "policy.rules"},
+    "policy.handle": {"casting", "distributed", "errors", "masters", "norms", "policy.plan", "policy.rules", "scopes"},
+    "policy.explain": {"casting", "errors", "functions", "policy.handle", "policy.plan", "policy.rules"},
+    "policy.__init__": {"policy.explain", "policy.handle", "policy.plan", "policy.rule", "policy.rules"},
     "export": {"masters", "policy"},
     "window": {"errors", "flat", "gradients", "holding", "masters"},
     "decision": {"gradients", "loss_scale"},
@@ -97,7 +105,12 @@ ALLOWED: dict[str, set[str]] = {
 # Rooms of several files.
 FOLDERS = ("policy.", "testing.")
 # What a room needs beside torch: an optional extra.
-EXTRAS = {"testing.strategies": {"hypothesis"}}
+# (Triton comes with torch's builds for CUDA.)
+EXTRAS = {
+    "testing.strategies": {"hypothesis"},
+    "norm_kernels": {"triton"},
+    "norm_group_kernels": {"triton"},
+}
 
 PUBLIC = {
     "CastPolicy",

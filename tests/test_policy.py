@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from mixedopt import CastPolicy, MixedPrecisionOptimizer, PolicyHandle, convert
+from mixedopt.norms import MIXED, NATIVE
 
 # Rotary cosines over 2048 positions: fp32 is exact to 1e-4, half is off by 0.3.
 ROTARY_ERROR = 1e-3
@@ -40,6 +41,10 @@ ENCODER_ERROR = 0.1
 
 POINTWISE = {2: lambda: nn.Linear(4, 4), 3: lambda: nn.Conv1d(4, 4, 1), 4: lambda: nn.Conv2d(4, 4, 1)}
 SHAPES = {2: (6, 4), 3: (3, 4, 5), 4: (2, 4, 3, 3)}
+
+
+# Torch sums fp32 statistics of half values in another order than those of fp32 values.
+STATISTICS = 1e-5
 
 
 class MyNorm(nn.LayerNorm):
@@ -81,7 +86,7 @@ def watch(model: nn.Module) -> dict[str, torch.dtype]:
 def test_norm_and_softmax_modules_compute_in_fp32(
     kind: str, training: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """An island sees fp32, computes what fp32 computes, and its half neighbours see half."""
+    """An island computes what fp32 computes, and its half neighbours see half; a norm layer widens inside."""
     make, dims = ISLANDS[kind]
     model = seeded(lambda: nn.Sequential(POINTWISE[dims](), make(), POINTWISE[dims]()), device).train(training)
     for name, value in model[1].state_dict().items():
@@ -95,14 +100,16 @@ def test_norm_and_softmax_modules_compute_in_fp32(
 
     result = model(torch.randn(SHAPES[dims], device=device))
 
-    assert seen == {"": dtype, "0": dtype, "1": torch.float32, "2": dtype}
+    widens_inside = type(reference) in {*MIXED, *NATIVE} and getattr(reference, "weight", None) is not None
+    widens_inside |= type(reference) in MIXED
+    assert seen == {"": dtype, "0": dtype, "1": dtype if widens_inside else torch.float32, "2": dtype}
     assert result.dtype == torch.float32
     assert {p.dtype for p in (*model[0].parameters(), *model[2].parameters())} == {dtype}
     assert all(value.dtype != dtype for value in model[1].state_dict().values())
     assert inputs[0].dtype == outputs[0].dtype == dtype
     assert torch.equal(outputs[0], reference(inputs[0].float()).to(dtype))
     assert differs(inputs[0], outputs[0])
-    assert_same(dict(reference.state_dict()), dict(model[1].state_dict()))
+    torch.testing.assert_close(model[1].state_dict(), reference.state_dict(), rtol=STATISTICS, atol=0)
 
 
 class InsideLoss(nn.Module):
@@ -389,7 +396,7 @@ def test_running_statistics_move_as_in_fp32(device: torch.device, dtype: torch.d
     model[0].register_forward_hook(follow)
     for step in range(60):
         model(torch.randn(8, 4, device=device) * (0.5 if step < 50 else 400.0))
-    assert_same(dict(reference.state_dict()), dict(model[1].state_dict()))
+    torch.testing.assert_close(model[1].state_dict(), reference.state_dict(), rtol=STATISTICS, atol=0)
     assert model[1].num_batches_tracked.dtype == torch.int64
     assert int(model[1].num_batches_tracked) == 60
     assert bool(((model[1].running_var != 1) & model[1].running_var.isfinite()).all())
@@ -606,7 +613,7 @@ def test_kept_names_stay_fp32(globs: tuple[str, ...], fp32: set[str], device: to
     for name, used in seen.items():
         if used.is_floating_point and name:
             own = {p.dtype for p in model.get_submodule(name).parameters(recurse=False)}
-            assert own == {used}, name
+            assert own == ({torch.float32} if name == "norm" else {used}), name
 
 
 @pytest.mark.parametrize("glob", ["nothing", "norm.weigh", "Hidden"])
@@ -614,7 +621,7 @@ def test_a_glob_that_matches_nothing_changes_nothing(glob: str, device: torch.de
     """A misspelt name raises before the first parameter is converted."""
     model = two_group_model(device)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=rf"CastPolicy.keep\('{glob}'\): matches no module and no parameter\. Names"):
+    with pytest.raises(ValueError, match=rf"CastPolicy: {glob}=fp32 matches no module and no parameter\. Names"):
         convert(model, dtype, CastPolicy.default().keep("hidden", glob))
     assert_same(dict(before), dict(model.state_dict()))
     assert set(hook_counts(model).values()) == {0}
@@ -631,14 +638,15 @@ def test_a_glob_finds_a_module_by_either_of_its_names(device: torch.device, dtyp
 def test_policies_are_frozen_values() -> None:
     """Policies compare and hash by value, and ``keep`` returns a new one."""
     policy = CastPolicy.default()
-    assert policy == CastPolicy() == CastPolicy.default()
+    assert policy == CastPolicy.default()
+    assert CastPolicy() == CastPolicy.none() != policy
     assert policy is not CastPolicy.default()
     assert hash(policy.keep("a")) == hash(CastPolicy.default().keep("a"))
     assert len({policy, policy.keep("a"), policy.keep("a"), CastPolicy.none(), CastPolicy.fp32()}) == 4
-    assert policy.keep("a").keep("b", "c").fp32_names == ("a", "b", "c")
-    assert policy.fp32_names == ()
+    assert str(policy.keep("a").keep("b", "c")) == "b=fp32; c=fp32; a=fp32; default"
+    assert str(policy) == "default"
     with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.fp32_names = ("x",)  # type: ignore[misc]
+        policy.rules = ()  # type: ignore[misc]
 
 
 # -- the way back -------------------------------------------------------------
@@ -820,10 +828,10 @@ def test_the_two_group_model_trains_as_the_fp32_one_does(device: torch.device, d
     assert len(two_groups(model)) == len(optimizer.param_groups)
 
 
-@pytest.mark.parametrize("glob", ["", 3, ["head"], nn.Linear])
-def test_keep_takes_names_only(glob: object) -> None:
-    """What is no name is refused where it is written, not when a model comes."""
-    with pytest.raises(TypeError, match=r"CastPolicy.keep\(.*\): must be names, such as 'head' or '\*.router'"):
+@pytest.mark.parametrize("glob", ["", 3, ["head"], int])
+def test_keep_takes_what_can_match(glob: object) -> None:
+    """What can match nothing is refused where it is written, not when a model comes."""
+    with pytest.raises(TypeError, match=r"CastPolicy rule for .*: must be a name such as 'head' or '\*.router', a mod"):
         CastPolicy.default().keep(glob)  # type: ignore[arg-type]
 
 

@@ -6,12 +6,14 @@ does it and undoes it.
 
 from mixedopt.policy.handle import PolicyHandle, check_model_and_policy, convert, handle_of, remove_casts_, unwrap
 from mixedopt.policy.plan import CastPlan, check_dtype, check_fits, plan_casts
+from mixedopt.policy.rule import Rule
 from mixedopt.policy.rules import CastPolicy
 
 __all__ = [
     "CastPlan",
     "CastPolicy",
     "PolicyHandle",
+    "Rule",
     "check_dtype",
     "check_fits",
     "check_model_and_policy",

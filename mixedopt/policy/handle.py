@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +16,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from mixedopt.casting import CastInputs, CastOutputs, RefuseAssign, RootOutputs, WeakHook
+from mixedopt import scopes
+from mixedopt.casting import (
+    CastInputs,
+    CastOutputs,
+    CastParameters,
+    RefuseAssign,
+    RootOutputs,
+    ShowParameters,
+    WeakHook,
+    drop_hooks_,
+)
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
 from mixedopt.masters import HALF_DTYPES, MasterWeights
-from mixedopt.policy.plan import CastPlan, check_fits, plan_casts
-from mixedopt.policy.rules import LOSSES, CastPolicy
+from mixedopt.norms import MIXED
+from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
+from mixedopt.policy.rules import CastPolicy
+
+PLAIN = {mixed: plain for plain, mixed in MIXED.items()}
+OURS = (CastInputs, CastOutputs, CastParameters, ShowParameters, RefuseAssign, WeakHook, *scopes.HOOKS)
 
 
 class Owner(Protocol):
@@ -56,10 +71,12 @@ class PolicyHandle:
         self._handles: list[RemovableHandle] = []
         self._owners: list[weakref.ref[Owner]] = []
         self._originals: dict[nn.Parameter, Tensor] = {}
-        for module in plan.islands:
-            self._hook_island(module)
-        for module in plan.half_layers:
-            self._before(module, plan.dtype)
+        self._dtypes: dict[nn.Parameter, torch.dtype] = {}
+        policy = plan.policy
+        if policy.functions or plan.masks:
+            scopes.install(plan.model, frozenset(policy.functions), plan.dtype, plan.masks)
+        for casts in plan.casts:
+            self._hook(casts)
         self._hook_root()
 
     @property
@@ -86,6 +103,7 @@ class PolicyHandle:
         params = dict(self.plan.model.named_parameters())
         for name, dtype in self.plan.dtypes.items():
             param = params[name]
+            self._dtypes[param] = param.dtype
             if param.dtype != dtype:
                 if keep_originals and param.requires_grad and param.dtype == torch.float32:
                     self._originals[param] = param.data
@@ -103,10 +121,10 @@ class PolicyHandle:
         self._originals.clear()
 
     def remove(self) -> None:
-        """Undo the conversion: no hooks, fp32 parameters.
+        """Undo the conversion: no hooks, torch's own norm layers, parameters of the dtypes they had.
 
-        Weights come back from the masters when an optimizer is attached, else
-        they are the half values widened. Calling it again does nothing. A
+        Weights come back from the masters, in fp32, when an optimizer is
+        attached, else they are the half values widened. Calling it again does nothing. A
         ``DistributedDataParallel`` made since the conversion must be made anew.
 
         Raises:
@@ -118,34 +136,46 @@ class PolicyHandle:
             owner.masters.adopt_edits_()  # may refuse, before anything is changed
         for handle in self._handles:
             handle.remove()
+        for module in self.plan.model.modules():
+            drop_hooks_(module, scopes.HOOKS)
+            module.__class__ = PLAIN.get(type(module), type(module))
+        mastered = {param for owner in self.owners for param in owner.masters.of}
         for owner in self.owners:
             owner.return_to_fp32_()
-        self._widen_halves()
+        self._restore(mastered)
         if self._ddp is not None:
             rebuild_(self._ddp)
         self._handles = []
 
-    def _widen_halves(self) -> None:
+    def _restore(self, mastered: set[nn.Parameter]) -> None:
+        """Give parameters without a master the dtype they had, those added since fp32."""
         for param in self.plan.model.parameters():
-            if param.dtype in HALF_DTYPES:
+            before = self._dtypes.get(param, torch.float32 if param.dtype in HALF_DTYPES else param.dtype)
+            if param not in mastered and param.dtype != before:
                 param.grad = None
-                param.data = param.data.float()
+                param.data = param.data.to(before)
 
-    def _hook_island(self, module: nn.Module) -> None:
-        self._before(module, torch.float32)
-        if module is not self.plan.model and not isinstance(module, LOSSES):
-            self._handles.append(module.register_forward_hook(CastOutputs(self.plan.dtype)))
+    def _hook(self, casts: ModuleCasts, *, lower: bool = False) -> None:
+        module = casts.module
+        if casts.mixed is not None:
+            module.__class__ = casts.mixed
+        if casts.inputs is not None:
+            hook = CastInputs(casts.inputs, casts.leave, casts.positions, lower=lower)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if casts.params is not None:
+            self._handles.append(module.register_forward_pre_hook(CastParameters(casts.params)))
+            self._handles.append(module.register_forward_hook(ShowParameters(), always_call=True))
+        if casts.outputs is not None:
+            outputs = CastOutputs(casts.outputs)
+            self._handles.append(module.register_forward_hook(outputs))
 
     def _hook_root(self) -> None:
-        root = self.plan.model
-        if root not in self.plan.islands:
-            self._before(root, self.plan.dtype)
-        self._handles.append(root.register_forward_hook(RootOutputs(torch.float32, self)))
-        for module in root.modules():  # a submodule may be loaded on its own
+        root = self.plan.root
+        self._hook(replace(root, outputs=None), lower=True)
+        assert root.outputs is not None
+        self._handles.append(root.module.register_forward_hook(RootOutputs(root.outputs, self)))
+        for module in root.module.modules():  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
-
-    def _before(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._handles.append(module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True))
 
 
 def convert(model: nn.Module, dtype: torch.dtype = torch.float16, policy: CastPolicy | None = None) -> PolicyHandle:
@@ -181,18 +211,10 @@ def handle_of(model: nn.Module) -> PolicyHandle | None:
 
 
 def remove_casts_(model: nn.Module) -> None:
-    """Take our hooks off a copy of a converted model."""
-    ours = (CastInputs, CastOutputs, RefuseAssign, WeakHook)
+    """Take our hooks and classes off a model, or off a copy of a converted one."""
     for module in model.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
-            for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), ours)]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+        drop_hooks_(module, OURS)
+        module.__class__ = PLAIN.get(type(module), type(module))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

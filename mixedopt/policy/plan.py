@@ -1,20 +1,80 @@
-"""What a policy means for one model: the dtype of every parameter, the casts between modules."""
+"""What a policy means for one model: the widths of every module, the dtype of every parameter, the casts between."""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mixedopt.casting import CastInputs, CastOutputs
+from mixedopt.casting import CASTABLE, CastInputs, CastOutputs
+from mixedopt.functions import SOFTMAX as SOFTMAX_FUNCTIONS
+from mixedopt.functions import mentions
 from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
-from mixedopt.policy.rules import CastPolicy
+from mixedopt.norms import MIXED, NATIVE
+from mixedopt.policy.rule import Rule
+from mixedopt.policy.rules import SOFTMAX, CastPolicy
+
+# What is decided without a rule; they match nothing by themselves.
+QUANTISED = Rule("quantised", required=False)
+FP32_BUFFERS = Rule("fp32 buffers", "fp32", "fp32", "half", required=False)
+EVERYTHING = Rule("everything else", required=False)
+REASONS = {
+    QUANTISED: "quantised: left alone",
+    FP32_BUFFERS: "computes with fp32 buffers",
+    EVERYTHING: "everything else",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided for one module, and why.
+
+    Attributes:
+        rule: of the policy, or one of the three above.
+        param: what its parameters become unless another rule names them.
+        compute: what it computes in.
+        output: what it returns.
+    """
+
+    rule: Rule
+    param: torch.dtype
+    compute: torch.dtype
+    output: torch.dtype
+
+    @property
+    def reason(self) -> str:
+        """The rule that decided, as text."""
+        return REASONS.get(self.rule) or str(self.rule)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCasts:
+    """What is done around the forward of one module.
+
+    Attributes:
+        inputs: what floating arguments become; ``None`` leaves them.
+        outputs: what floating results become; ``None`` leaves them.
+        params: what parameters become for the time of the forward.
+        mixed: the class whose forward takes half inputs with fp32 weights.
+        leave: names of arguments that pass untouched.
+        positions: where these stand.
+    """
+
+    module: nn.Module
+    inputs: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    params: torch.dtype | None = None
+    mixed: type[nn.Module] | None = None
+    leave: frozenset[str] = frozenset()
+    positions: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +83,23 @@ class CastPlan:
 
     Attributes:
         policy: which policy it was.
+        text: the policy as text, objects replaced by their names.
         dtypes: for every floating parameter name, what it becomes.
-        islands: outermost modules that compute in fp32.
-        half_layers: modules whose floating inputs must be half.
+        decisions: for every module.
+        root: the casts around the whole model.
+        casts: those around modules inside it.
+        masks: modules whose code prepares an fp32 softmax.
     """
 
     policy: CastPolicy
+    text: str
     model: nn.Module
     dtype: torch.dtype
     dtypes: Mapping[str, torch.dtype]
-    islands: tuple[nn.Module, ...]
-    half_layers: tuple[nn.Module, ...]
+    decisions: Mapping[nn.Module, Decision]
+    root: ModuleCasts
+    casts: tuple[ModuleCasts, ...]
+    masks: frozenset[nn.Module]
 
 
 def plan_casts(policy: CastPolicy, model: nn.Module, dtype: torch.dtype) -> CastPlan:
@@ -45,64 +111,218 @@ def plan_casts(policy: CastPolicy, model: nn.Module, dtype: torch.dtype) -> Cast
         dtype: the half format, fp16 or bf16.
 
     Raises:
-        ValueError: unknown dtype, half buffers in an fp32 module, a glob that matches nothing, a model that
-            is converted already, or a parameter that cannot be converted.
+        ValueError: unknown dtype, half buffers in an fp32 module, a rule that matches nothing, a model that
+            is converted already, or a module or parameter that cannot be converted.
     """
     check_dtype(dtype)
     _check_model(model)
-    kept = _kept_parameters(policy, model)
-    islands = _islands(policy, model, kept)
-    _check_buffers(model, islands)
-    dtypes = {
-        name: torch.float32 if param in kept else dtype
-        for name, param in model.named_parameters()
-        if param.is_floating_point()
-    }
-    return CastPlan(policy, model, dtype, dtypes, tuple(islands), tuple(_half_layers(model, islands, kept)))
+    ranks = _Ranks(policy, model)
+    ranks.settle()
+    decisions = {module: _decision(ranks.rule(module), dtype) for module in model.modules()}
+    params = {p: _width(ranks.rules[rank].param, dtype) for p, rank in ranks.of_params().items()}
+    _check_buffers(model, decisions)
+    dtypes = {name: params[param] for name, param in model.named_parameters() if param in params}
+    root, casts = _casts(policy, model, dtype, ranks, decisions, params)
+    names = _names_by_id(model)
+    text = str(replace(policy, rules=tuple(rule.named(names) for rule in policy.rules)))
+    return CastPlan(policy, text, model, dtype, dtypes, decisions, root, casts, _masks(policy, model, decisions))
 
 
-def _kept_parameters(policy: CastPolicy, model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that a name keeps in fp32."""
-    kept = set()
-    modules = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for glob in policy.fp32_names:
-        hits = [param for name, param in params.items() if fnmatch.fnmatchcase(name, glob)]
-        if not hits and not fnmatch.filter(modules, glob):
-            raise ValueError(
-                f"CastPolicy.keep({glob!r}): matches no module and no parameter. "
-                f"Names look like {sorted(modules | set(params))[:3]}."
-            )
-        kept.update(hits)
-    return kept
+class _Ranks:
+    """Which rule decides for which module: the first that matches it or anything around it.
 
-
-def _islands(policy: CastPolicy, model: nn.Module, kept: set[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost islands; adds their parameters to ``kept``.
-
-    A tie can pull a module in: what shares a parameter with an island has
-    an fp32 parameter, so it computes in fp32 too.
+    Args:
+        policy: the rules.
+        model: whose modules are ranked.
     """
-    chosen = {m for name, m in model.named_modules(remove_duplicate=False) if _chooses(policy, name, m)}
-    while True:
-        inside = {inner for module in chosen for inner in module.modules()}
-        kept.update(param for module in inside for param in module.parameters(recurse=False))
-        pulled = {
-            m
-            for m in model.modules()
-            if m not in inside and _is_atomic(m) and any(p in kept for p in m.parameters(recurse=False))
-        }
-        if not pulled:
-            break
-        chosen |= pulled
-    below = {inner for module in chosen for inner in module.modules() if inner is not module}
-    return [module for module in model.modules() if module in chosen and module not in below]
+
+    def __init__(self, policy: CastPolicy, model: nn.Module) -> None:
+        self.rules = (QUANTISED, FP32_BUFFERS, *policy.rules, EVERYTHING)
+        self._model = model
+        self._last = len(self.rules) - 1
+        self.parents: dict[nn.Module, list[nn.Module]] = {module: [] for module in model.modules()}
+        for module in self.parents:
+            for child in module.children():
+                self.parents[child].append(module)
+        self._own: dict[nn.Module, int] = {}
+        self._own_params: dict[nn.Parameter, int] = {}
+        self._match(policy)
+        self.first: dict[nn.Module, int] = {}
+
+    def rule(self, module: nn.Module) -> Rule:
+        """Return the rule that decides for ``module``."""
+        return self.rules[self.first[module]]
+
+    def settle(self) -> None:
+        """Find the deciding rules; what parameters and buffers demand comes after what the policy says."""
+        self._inherit()
+        for module in self.parents:
+            if _is_atomic(module) and _is_quantised(module):
+                self._own[module] = 0
+            elif self.rule(module).param == "half" and _computes_with_fp32_buffers(module):
+                self._own[module] = 1
+        self._inherit()
+        while self._pull():
+            self._inherit()
+
+    def of_params(self) -> dict[nn.Parameter, int]:
+        """Return the rank that decides for every floating parameter; those left alone are missing."""
+        found: dict[nn.Parameter, int] = {}
+        for module in self.parents:
+            for param in module.parameters(recurse=False):
+                if param.is_floating_point():
+                    own = self._own_params.get(param, self._last)
+                    found[param] = min(found.get(param, self._last), own, self.first[module])
+        return {param: rank for param, rank in found.items() if self.rules[rank] is not QUANTISED}
+
+    def _match(self, policy: CastPolicy) -> None:
+        modules = list(self._model.named_modules(remove_duplicate=False))
+        params = list(self._model.named_parameters(remove_duplicate=False))
+        for rank, rule in enumerate(self.rules):
+            if rule in REASONS:
+                continue
+            hits = [module for name, module in modules if rule.matches(name, module)]
+            own = [param for name, param in params if rule.matches_param(name, param)]
+            for module in hits:
+                self._own.setdefault(module, rank)
+            for param in own:
+                self._own_params.setdefault(param, rank)
+            if rule.required and not hits and not own:
+                names = sorted({name for name, _ in [*modules, *params] if name})
+                raise ValueError(f"CastPolicy: {rule} matches no module and no parameter. Names look like {names[:3]}.")
+
+    def _inherit(self) -> None:
+        """A rule holds inside what it matches."""
+        self.first = {module: self._own.get(module, self._last) for module in self.parents}
+        waiting = list(self.parents)
+        while waiting:
+            module = waiting.pop()
+            for child in module.children():
+                if self.first[module] < self.first[child]:
+                    self.first[child] = self.first[module]
+                    waiting.append(child)
+
+    def _pull(self) -> bool:
+        """Put half modules under the rule that keeps one of their parameters in fp32. True iff any was.
+
+        A tie can do it, or a rule that names a parameter: the module has an
+        fp32 parameter then, so it computes in fp32.
+        """
+        ranks = self.of_params()
+        pulled = False
+        for module in self.parents:
+            if not _is_atomic(module) or self.rule(module).compute == "fp32":
+                continue
+            fp32 = [ranks[p] for p in module.parameters(recurse=False) if p in ranks and self._keeps(ranks[p])]
+            if fp32 and min(fp32) < self.first[module]:
+                self._own[module] = min(fp32)
+                pulled = True
+        return pulled
+
+    def _keeps(self, rank: int) -> bool:
+        return self.rules[rank].param == self.rules[rank].compute == "fp32"
 
 
-def _chooses(policy: CastPolicy, name: str, module: nn.Module) -> bool:
-    by_name = bool(name) and any(fnmatch.fnmatchcase(name, glob) for glob in policy.fp32_names)
-    # The weight of a parametrized module is computed from others, in fp32.
-    return by_name or isinstance(module, policy.fp32_types) or _is_parametrized(module)
+def _casts(
+    policy: CastPolicy,
+    model: nn.Module,
+    dtype: torch.dtype,
+    ranks: _Ranks,
+    decisions: Mapping[nn.Module, Decision],
+    params: Mapping[nn.Parameter, torch.dtype],
+) -> tuple[ModuleCasts, tuple[ModuleCasts, ...]]:
+    """Return the casts around the root, and around the modules that need some."""
+    leave, used = frozenset(policy.leave), set[str]()
+    islands = {m for m, d in decisions.items() if d.compute == torch.float32}
+    # Half modules inside an island: the island's other parts then meet half values.
+    holes = any(m not in islands and any(p in islands for p in ranks.parents[m]) for m in decisions)
+    found = []
+    for module, decided in decisions.items():
+        casts = ModuleCasts(module, params=_forward_params(module, decided, params))
+        if module is model:
+            casts = replace(casts, inputs=decided.compute, outputs=_width(policy.output, dtype))
+        elif decided.rule is not QUANTISED:
+            owns = _is_atomic(module) and any(params.get(p) for p in module.parameters(recurse=False))
+            on_border = any(ranks.first[p] != ranks.first[module] for p in ranks.parents[module])
+            if on_border and decided.rule is not EVERYTHING:
+                casts = _border(casts, decided, dtype)
+            elif owns and (decided.compute == dtype or holes):
+                casts = replace(casts, inputs=decided.compute)
+        names, positions = _left(module, leave)
+        used |= names
+        found.append(replace(casts, leave=leave, positions=positions) if casts.inputs else casts)
+    if missing := leave - used:
+        raise ValueError(f"CastPolicy.leaving({min(missing)!r}): no module's forward has an argument of that name.")
+    root, *inside = found
+    return root, tuple(casts for casts in inside if casts != ModuleCasts(casts.module))
+
+
+def _border(casts: ModuleCasts, decided: Decision, dtype: torch.dtype) -> ModuleCasts:
+    """Return the casts where a rule begins to hold."""
+    kind = type(casts.module)
+    outputs = decided.output if decided.output != decided.compute or decided.output == torch.float32 else None
+    if decided.rule.compute == decided.rule.output == "fp32" and casts.params is None:
+        outputs = None
+    if decided.compute == torch.float32 and decided.output == dtype and casts.params is None:
+        if kind in MIXED:
+            return replace(casts, mixed=MIXED[kind], outputs=outputs)
+        if kind in NATIVE and casts.module.weight is not None:  # without weights torch keeps the statistics in half
+            return replace(casts, outputs=outputs)
+    return replace(casts, inputs=decided.compute, outputs=outputs)
+
+
+def _forward_params(
+    module: nn.Module, decided: Decision, params: Mapping[nn.Parameter, torch.dtype]
+) -> torch.dtype | None:
+    """Return what the parameters must be cast to in every forward, if they must."""
+    own = {params[p] for p in module.parameters(recurse=False) if p in params}
+    asked = decided.rule.param != decided.rule.compute or decided.compute == torch.float32
+    if not asked or own <= {decided.compute}:
+        return None
+    if isinstance(module, nn.RNNBase):
+        raise ValueError(
+            f"CastPolicy: {decided.reason} has param and compute differ for a {type(module).__name__}, whose "
+            "weights are packed. Give both the same width."
+        )
+    return decided.compute
+
+
+def _left(module: nn.Module, leave: frozenset[str]) -> tuple[frozenset[str], frozenset[int]]:
+    """Return which names of ``leave`` the module's forward may take, and at which positions."""
+    if not leave:
+        return leave, frozenset()
+    try:
+        arguments = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return leave, frozenset()
+    open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)
+    names = leave if open_ended else leave & {a.name for a in arguments}
+    return names, frozenset(i for i, a in enumerate(arguments) if a.name in leave and a.kind is not a.KEYWORD_ONLY)
+
+
+def _masks(policy: CastPolicy, model: nn.Module, decisions: Mapping[nn.Module, Decision]) -> frozenset[nn.Module]:
+    """Return the modules whose own code leads to an fp32 softmax."""
+    listed = SOFTMAX_FUNCTIONS & set(policy.functions)
+    soft = {m for m, d in decisions.items() if isinstance(m, SOFTMAX) and d.compute == torch.float32}
+    return frozenset(
+        module
+        for module in decisions
+        if not isinstance(module, nn.Sequential)
+        and (soft & set(module.children()) or (listed and mentions(module, listed)))
+    )
+
+
+def _decision(rule: Rule, dtype: torch.dtype) -> Decision:
+    return Decision(rule, _width(rule.param, dtype), _width(rule.compute, dtype), _width(rule.output, dtype))
+
+
+def _width(width: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if width == "fp32" else dtype
+
+
+def _names_by_id(model: nn.Module) -> dict[int, str]:
+    named: Iterable[tuple[str, object]] = (*model.named_modules(), *model.named_parameters())
+    return {id(thing): name for name, thing in named if name}
 
 
 def check_dtype(dtype: object) -> None:
@@ -127,6 +347,12 @@ def _check_model(model: nn.Module) -> None:
             "the model is converted already: converting it twice would round its weights again. Undo the first "
             "conversion with its handle's remove(), or wrap the optimizer without model=."
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
+            raise ValueError(
+                f"module {name!r} is a TorchScript module: its code cannot be given half weights. Convert the model "
+                "first, and compile it with torch.compile, or script an fp32 copy for export."
+            )
     for name, param in model.named_parameters():
         if nn.parameter.is_lazy(param):
             raise ValueError(f"parameter {name!r} is not initialised yet: run one forward pass before converting.")
@@ -134,15 +360,31 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} is float64: masters are fp32. Call model.float() first.")
 
 
-def _check_buffers(model: nn.Module, islands: list[nn.Module]) -> None:
-    names = {module: name for name, module in model.named_modules()}
-    for island in islands:
-        for name, buffer in island.named_buffers():
-            if buffer.dtype in HALF_DTYPES:
+def _check_buffers(model: nn.Module, decisions: Mapping[nn.Module, Decision]) -> None:
+    for module_name, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.dtype in HALF_DTYPES and decisions[module].compute == torch.float32:
                 raise ValueError(
-                    f"buffer '{names[island]}.{name}' is {buffer.dtype}, but its module computes in fp32. "
+                    f"buffer '{module_name}.{name}' is {buffer.dtype}, but its module computes in fp32. "
                     "Call model.float() before converting, not model.half()."
                 )
+
+
+def _computes_with_fp32_buffers(module: nn.Module) -> bool:
+    """True iff torch refuses half weights here: running statistics, power iterations."""
+    statistics = isinstance(module, _NormBase) and module.track_running_stats
+    # The weight of a parametrized module is computed from others, in fp32.
+    return statistics or _is_parametrized(module)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """True iff the module's own weights are no plain floating tensors."""
+    return any(
+        (not p.is_floating_point() and not p.is_complex())
+        or p.dtype not in CASTABLE | {torch.complex64, torch.complex128}
+        or (is_traceable_wrapper_subclass(p) and not hasattr(p, "placements"))
+        for p in module.parameters(recurse=False)
+    )
 
 
 def _is_parametrized(module: nn.Module) -> bool:
@@ -162,11 +404,3 @@ def _is_atomic(module: nn.Module) -> bool:
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         return False
     return not any(module.children()) or type(module).__module__.startswith("torch.nn.modules")
-
-
-def _half_layers(model: nn.Module, islands: list[nn.Module], kept: set[nn.Parameter]) -> Iterator[nn.Module]:
-    inside = {inner for island in islands for inner in island.modules()}
-    for module in model.modules():
-        own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p not in kept]
-        if own and module is not model and module not in inside and _is_atomic(module):
-            yield module

@@ -1,0 +1,265 @@
+"""Fused normalisation of half activations with fp32 weights, in Triton.
+
+One pass forward, and backward one pass plus a sum over what each program left:
+no atomics, so the same input gives the same bits. All arithmetic is fp32, every
+result is rounded once. Imported for CUDA tensors only; ``norms`` checks that
+shapes and dtypes fit, and that nothing is empty. This room holds what normalises rows, LayerNorm and
+RMSNorm; ``norm_group_kernels`` holds GroupNorm.
+"""
+
+# ruff: noqa: N803 (constants of a kernel are upper-case, as Triton's own are)
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+ONE_PASS = 8192  # beyond, the sums for the weights no longer fit into registers beside the row
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# A count that is 1 or a multiple of 16 would otherwise be compiled anew.
+jit: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=["rows", "programs", "units", "samples"])
+
+
+class Launcher:
+    """A kernel and its constants on one device, launched without Triton's handling of arguments.
+
+    That handling costs more host time than all else in a launch. It looks at
+    types, which are constant here, and at alignment, which is checked here.
+    """
+
+    __slots__ = ("compiled", "constants", "device", "kernel", "warps")
+
+    def __init__(self, kernel: Any, device: int, constants: tuple[Any, ...], warps: int) -> None:
+        self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
+        self.compiled: tuple[Callable[..., None], Any, Any] | None = None
+
+    def __call__(self, programs: int, tensors: Sequence[Tensor], *scalars: float) -> None:
+        """Launch ``programs`` programs on the current stream of the device, the current one, without a sync."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        if self.compiled is not None and not bits & 15:
+            run, function, metadata = self.compiled
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *scalars, *self.constants)
+            return
+        # The first launch, or a view at an odd place, for which Triton compiles and keeps what fits.
+        compiled = self.kernel[(programs,)](*tensors, *scalars, *self.constants, num_warps=self.warps)
+        if not bits & 15:
+            self.compiled = compiled.run, compiled.function, compiled.packed_metadata
+
+
+@functools.cache
+def processors(device: int) -> int:
+    """Return the number of multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(least: int) -> int:
+    """Return the smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()
+
+
+def warps_for(values: int, a_thread: int) -> int:
+    """Return how many warps give each thread ``a_thread`` of the values of a tile."""
+    return min(max(values // (32 * a_thread), 1), 16)
+
+
+@jit
+def row_forward_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    """Normalise ``TILE`` rows of ``SIZE`` values."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    within = column < SIZE
+    inside = (row < rows) & within
+    place = row.to(tl.int64) * SIZE + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=within, other=0.0)
+    if CENTRED:
+        value = tl.where(within, value - tl.sum(value, 1, keep_dims=True) / SIZE, 0.0)
+    rstd = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / SIZE + eps)
+    out = value * rstd * scale
+    if BIAS:
+        out += tl.load(bias + column, mask=within, other=0.0)
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=inside)
+
+
+@jit
+def row_backward_kernel(
+    dy: tl.tensor,
+    x: tl.tensor,
+    weight: tl.tensor,
+    dx: tl.tensor,
+    partial: tl.tensor,
+    rows: tl.tensor,
+    eps: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    CENTRED: tl.constexpr,
+    INPUT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+) -> None:
+    """Write dx of every ``programs``-th tile, and the sums of its rows for dweight and dbias.
+
+    The statistics are made again: the row is in registers anyhow, and nothing but ``x`` need be saved.
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    within = column < SIZE
+    scale = tl.load(weight + column, mask=within, other=0.0)
+    dweight = tl.zeros([TILE, BLOCK], tl.float32)
+    dbias = tl.zeros([TILE, BLOCK], tl.float32)
+    for tile in range(program, tl.cdiv(rows, TILE), tl.num_programs(0)):
+        row = tile * TILE + tl.arange(0, TILE)[:, None]
+        inside = (row < rows) & within
+        place = row.to(tl.int64) * SIZE + column
+        hat = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        if CENTRED:
+            hat = tl.where(within, hat - tl.sum(hat, 1, keep_dims=True) / SIZE, 0.0)
+        rstd = tl.rsqrt(tl.sum(hat * hat, 1, keep_dims=True) / SIZE + eps)
+        hat *= rstd
+        if WEIGHT:
+            dweight += slope * hat
+        if BIAS:
+            dbias += slope
+        if INPUT:
+            slope *= scale
+            out = slope - hat * (tl.sum(slope * hat, 1, keep_dims=True) / SIZE)
+            if CENTRED:
+                out -= tl.sum(slope, 1, keep_dims=True) / SIZE
+            tl.store(dx + place, (out * rstd).to(dx.dtype.element_ty), mask=inside)
+    own = partial + program * ((WEIGHT + BIAS) * SIZE)
+    if WEIGHT:
+        tl.store(own + column, tl.sum(dweight, 0, keep_dims=True), mask=within)
+    if BIAS:
+        tl.store(own + WEIGHT * SIZE + column, tl.sum(dbias, 0, keep_dims=True), mask=within)
+
+
+@jit
+def column_sum_kernel(
+    partial: tl.tensor,
+    dweight: tl.tensor,
+    dbias: tl.tensor,
+    programs: tl.tensor,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+) -> None:
+    """Sum what the programs left: ``WIDTH`` columns, the first ``SIZE`` of them for dweight."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([DEPTH, BLOCK], tl.float32)
+    for first in range(0, programs, DEPTH):
+        row = first + tl.arange(0, DEPTH)[:, None]
+        total += tl.load(partial + row * WIDTH + column, mask=(row < programs) & (column < WIDTH), other=0.0)
+    summed = tl.sum(total, 0, keep_dims=True)
+    tl.store(dweight + column, summed, mask=column < SIZE)
+    tl.store(dbias + column - SIZE, summed, mask=(column >= SIZE) & (column < WIDTH))
+
+
+@functools.cache
+def row_forward_launcher(device: int, dtype: torch.dtype, size: int, centred: bool, bias: bool) -> tuple[Launcher, int]:
+    """Return a launcher and the rows of a tile. One for each device and ``dtype``, as it keeps what it compiled."""
+    del dtype
+    block = power_of_two(size)
+    tile = max(2048 // block, 1)
+    return Launcher(row_forward_kernel, device, (size, block, tile, centred, bias), warps_for(tile * block, 16)), tile
+
+
+@functools.cache
+def row_backward_launcher(
+    device: int, dtype: torch.dtype, size: int, flags: tuple[bool, bool, bool, bool]
+) -> tuple[Launcher, int, int]:
+    """Return a launcher, the rows of a tile, and the most programs that are worth their sums."""
+    del dtype
+    block = power_of_two(size)
+    tile = max(2048 // block, 1)
+    most = processors(device) * min(max(8192 // block, 1), 4)
+    return Launcher(row_backward_kernel, device, (size, block, tile, *flags), warps_for(tile * block, 16)), tile, most
+
+
+@functools.cache
+def column_sum_launcher(device: int, size: int, width: int) -> Launcher:
+    """Return a launcher for the sums of ``width`` columns, 32 a program."""
+    return Launcher(column_sum_kernel, device, (size, width, 32, 64), 8)
+
+
+def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
+    """Return ``x`` normalised over the dimensions of ``weight``.
+
+    Args:
+        x: half, ``[..., *weight.shape]``, not empty.
+        weight: fp32.
+        bias: fp32, like ``weight``.
+        eps: added to the variance, or to the mean square.
+        centred: LayerNorm, else RMSNorm.
+
+    Returns:
+        Of dtype and shape of ``x``, contiguous. No sync.
+    """
+    x, weight = x.contiguous(), weight.contiguous()
+    y = torch.empty_like(x)
+    size = weight.numel()
+    rows = x.numel() // size
+    launch, tile = row_forward_launcher(x.get_device(), x.dtype, size, centred, bias is not None)
+    launch(-(-rows // tile), (x, weight, weight if bias is None else bias.contiguous(), y), rows, eps)
+    return y
+
+
+def row_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, centred: bool, needs: Sequence[bool]) -> Gradients:
+    """Return the gradients of ``row_forward`` for x, weight and bias, ``None`` where ``needs`` is False.
+
+    Args:
+        dy: half, like ``x``; the other arguments are those of ``row_forward``.
+        x: half.
+        weight: fp32.
+        eps: as in ``row_forward``.
+        centred: as in ``row_forward``.
+        needs: which of the three are wanted.
+
+    Returns:
+        dx half, dweight and dbias fp32. No sync.
+    """
+    device, size = x.get_device(), weight.numel()
+    if size > ONE_PASS and sum(needs) > 1:
+        alone = [[need and place == only for place, need in enumerate(needs)] for only in range(3)]
+        found = [row_backward(dy, x, weight, eps, centred, one) if any(one) else (None,) * 3 for one in alone]
+        return found[0][0], found[1][1], found[2][2]
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    rows = x.numel() // size
+    launch, tile, most = row_backward_launcher(device, x.dtype, size, (centred, *needs))
+    dx = torch.empty_like(x) if needs[0] else None
+    programs = min(-(-rows // tile), most)
+    width = size * (needs[1] + needs[2])
+    partial = weight.new_empty(programs * width) if width else weight
+    launch(programs, (dy, x, weight, x if dx is None else dx, partial), rows, eps)
+    dweight = torch.empty_like(weight) if needs[1] else None
+    dbias = torch.empty_like(weight) if needs[2] else None
+    if width:
+        first, second = dweight if dweight is not None else dbias, dbias if dbias is not None else dweight
+        column_sum = column_sum_launcher(device, size if needs[1] else 0, width)
+        column_sum(-(-width // 32), (partial, first, second), programs)  # type: ignore[arg-type]
+    return dx, dweight, dbias

@@ -1,0 +1,297 @@
+"""LayerNorm, RMSNorm and GroupNorm of half activations with fp32 weights.
+
+What is computed is ``norm(x.float()).to(x.dtype)``: normalised in fp32, with the
+weights as they are, rounded once; forward and backward. But no fp32 activation
+is saved, and where Triton serves a CUDA device none is written: one kernel reads
+half and writes half. Elsewhere the casts are there and gone within the call.
+
+The modules differ from torch's in ``forward`` alone. They add no attribute, so a
+module becomes one of them, or torch's again, by its ``__class__``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+# What a kernel can be given a pointer to. A subclass (DTensor, FakeTensor) may stand for other values than it holds.
+PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
+MAX_SIZE = 16384  # values of a row, or channels of a group, that one program keeps in registers
+EPS = torch.finfo(torch.float32).eps  # what ``None`` means to an RMSNorm in fp32
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Rows(NamedTuple):
+    """LayerNorm, or if not ``centred`` RMSNorm, over the last dimensions: a norm without its weights."""
+
+    shape: tuple[int, ...]
+    eps: float | None
+    centred: bool
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return torch's result; all tensors have one dtype."""
+        if self.centred:
+            return F.layer_norm(x, self.shape, weight, bias, self.eps)  # type: ignore[arg-type]
+        return F.rms_norm(x, self.shape, weight, self.eps)
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True iff the kernels take these."""
+        shape = self.shape
+        return weight.shape == shape and x.shape[-len(shape) :] == shape and weight.numel() <= MAX_SIZE
+
+    def fused(self, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the result, and what backward needs beside the arguments."""
+        return kernels[0].row_forward(x, weight, bias, self.eps, self.centred), None
+
+    def fused_backward(self, kernels: Any, dy: Tensor, saved: Sequence[Any], needs: Sequence[bool]) -> Gradients:
+        """Return the gradients of x, weight and bias, ``None`` where not needed."""
+        gradients: Gradients = kernels[0].row_backward(dy, saved[0], saved[1], self.eps, self.centred, needs)
+        return gradients
+
+
+class Groups(NamedTuple):
+    """GroupNorm, without its weights."""
+
+    groups: int
+    eps: float
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return torch's result; all tensors have one dtype."""
+        return F.group_norm(x, self.groups, weight, bias, self.eps)
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True iff the kernels take these; torch raises where there is one value for all statistics."""
+        if x.dim() < 2 or x.numel() == self.groups or weight.shape != (x.shape[1],):
+            return False
+        return x.shape[1] % self.groups == 0 and x.shape[1] <= MAX_SIZE * self.groups
+
+    def fused(self, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the result, and what backward needs beside the arguments."""
+        result: tuple[Tensor, Tensor] = kernels[1].group_forward(x, self.groups, weight, bias, self.eps)
+        return result
+
+    def fused_backward(self, kernels: Any, dy: Tensor, saved: Sequence[Any], needs: Sequence[bool]) -> Gradients:
+        """Return the gradients of x, weight and bias, ``None`` where not needed."""
+        gradients: Gradients = kernels[1].group_backward(dy, saved[0], self.groups, saved[1], saved[2], needs)
+        return gradients
+
+
+Norm = Rows | Groups
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Return the LayerNorm of ``x`` over its last dimensions, fp32 inside.
+
+    Args:
+        x: ``[..., *shape]``; half for what this room is for. All of another dtype: what torch does.
+        shape: the dimensions to normalise.
+        weight: ``shape``, fp32.
+        bias: ``shape``, fp32.
+        eps: added to the variance.
+
+    Returns:
+        Of shape and dtype of ``x``. Its gradient is half, those of weight and bias are summed and kept in fp32.
+    """
+    return _norm(Rows(tuple(shape), eps, True), x, weight, bias)
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Return the RMSNorm of ``x`` over its last dimensions, fp32 inside.
+
+    Args:
+        x: ``[..., *shape]``, half.
+        shape: the dimensions to normalise.
+        weight: ``shape``, fp32.
+        eps: added to the mean square; ``None`` is the epsilon of fp32.
+
+    Returns:
+        As ``layer_norm``.
+    """
+    if eps is None and x.dtype in HALF and (weight is None or weight.dtype is torch.float32):
+        eps = EPS
+    return _norm(Rows(tuple(shape), eps, False), x, weight, None)
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Return the GroupNorm of ``x``, fp32 inside.
+
+    Args:
+        x: ``[N, C, ...]``, half.
+        groups: divides C.
+        weight: ``[C]``, fp32.
+        bias: ``[C]``, fp32.
+        eps: added to the variance.
+
+    Returns:
+        As ``layer_norm``. Contiguous on a GPU, as torch's.
+    """
+    return _norm(Groups(groups, eps), x, weight, bias)
+
+
+def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Choose who computes."""
+    single = torch.float32
+    if (
+        x.dtype not in HALF
+        or weight is None
+        or weight.dtype is not single
+        or (bias is not None and bias.dtype is not single)
+    ):
+        return _cast_up(norm, x, weight, bias)
+    # Inductor fuses the casts. A transform, or a derivative on the way forward, has no rule for a Function.
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return norm.plain(x.float(), weight, bias).to(x.dtype)
+    if not (x.is_cuda and _fusible(norm, x, weight, bias)):
+        return _Transient.apply(x, weight, bias, norm)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _APPLY(x, weight, bias, norm)
+    return _launch(norm, x, weight, bias)[0]
+
+
+def _cast_up(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Compute in the widest of the dtypes; if there is but one, this is torch's own norm."""
+    params = [param for param in (weight, bias) if param is not None]
+    wide = functools.reduce(torch.promote_types, (param.dtype for param in params), x.dtype)
+    if all([tensor.dtype == wide for tensor in (x, *params)]):  # noqa: C419 (torch.compile traces no generator)
+        return norm.plain(x, weight, bias)
+    up = [None if param is None else param.to(wide) for param in (weight, bias)]
+    return norm.plain(x.to(wide), up[0], up[1]).to(x.dtype)
+
+
+@functools.cache
+def _kernels(device: int) -> Any:
+    """Return the rooms of kernels for a CUDA device, ``None`` without Triton or before Ampere, which has no bf16."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from mixedopt import norm_group_kernels, norm_kernels
+    except ImportError:
+        return None
+    return norm_kernels, norm_group_kernels
+
+
+def _fusible(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True iff the kernels take these; a mode that watches what torch calls would not see them."""
+    device = x.get_device()
+    if weight.get_device() != device or type(x) not in PLAIN or type(weight) not in PLAIN:
+        return False
+    if bias is not None and (bias.get_device() != device or type(bias) not in PLAIN or bias.shape != weight.shape):
+        return False
+    if x.numel() == 0 or torch._C._len_torch_dispatch_stack() or not norm.fits(x, weight):
+        return False
+    return _kernels(device) is not None
+
+
+def _launch(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the result of the kernels, and what backward needs beside the arguments; on the device of x."""
+    device = x.get_device()
+    if device == torch.cuda.current_device():
+        return norm.fused(_kernels(device), x, weight, bias)
+    with torch.cuda.device(device):
+        return norm.fused(_kernels(device), x, weight, bias)
+
+
+class _Fused(torch.autograd.Function):
+    """The kernels: saves x as it came, and no fp32 of its size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+        y, stats = _launch(norm, x, weight, bias)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.norm = norm
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiate(ctx, dy)
+        # Autograd has made the device of x the current one.
+        needs = ctx.needs_input_grad[:3]
+        return *ctx.norm.fused_backward(_kernels(dy.get_device()), dy, ctx.saved_tensors, needs), None
+
+
+class _Transient(torch.autograd.Function):
+    """Torch's fp32 norm between two casts, done again in backward: saves x as it came, and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.norm = norm
+        return norm.plain(x.float(), weight, bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _differentiate(ctx, dy)
+
+
+# ``Function.apply`` without the look for functorch's wrappers, which ``_norm`` has had: a tenth of the host's time.
+_APPLY: Callable[..., Tensor] = super(torch.autograd.Function, _Fused).apply
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the four arguments, themselves differentiable under ``create_graph``."""
+    graph, needs = torch.is_grad_enabled(), ctx.needs_input_grad[:3]
+    x, weight = ctx.saved_tensors[:2]
+    if not graph:
+        x, weight = x.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
+    # No gradient depends on the value of the bias.
+    bias = torch.zeros_like(weight, requires_grad=True) if needs[2] else None
+    with torch.enable_grad():
+        y = ctx.norm.plain(x.float(), weight, bias)
+        wanted = [tensor for tensor, need in zip((x, weight, bias), needs, strict=True) if need]
+        found = iter(torch.autograd.grad(y, wanted, dy.float(), create_graph=graph))
+    return *(next(found) if need else None for need in needs), None
+
+
+class MixedLayerNorm(nn.LayerNorm):
+    """LayerNorm that keeps fp32 weights beside half activations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``layer_norm`` of the input."""
+        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class MixedRMSNorm(nn.RMSNorm):
+    """RMSNorm that keeps fp32 weights beside half activations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``rms_norm`` of the input."""
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class MixedGroupNorm(nn.GroupNorm):
+    """GroupNorm that keeps fp32 weights beside half activations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``group_norm`` of the input."""
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+MIXED: Mapping[type[nn.Module], type[nn.Module]] = MappingProxyType(
+    {nn.LayerNorm: MixedLayerNorm, nn.RMSNorm: MixedRMSNorm, nn.GroupNorm: MixedGroupNorm}
+)
+# Torch's own kernels take half input with fp32 weights and statistics, as they do under autocast. Result, dx and
+# statistics are fp32 inside; on CUDA some of the kernels round partial sums for dweight and dbias to half.
+NATIVE: tuple[type[nn.Module], ...] = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
