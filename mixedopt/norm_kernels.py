@@ -20,7 +20,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-ONE_PASS = 8192  # beyond, the sums for the weights no longer fit into registers beside the row
+ONE_PASS = 8192  # a longer row, and dx, leave the sums for the weights no registers: two passes are faster
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 # A count that is 1 or a multiple of 16 would otherwise be compiled anew.
@@ -197,7 +197,10 @@ def row_backward_launcher(
     del dtype
     block = power_of_two(size)
     tile = max(2048 // block, 1)
-    most = processors(device) * min(max(8192 // block, 1), 4)
+    least = (
+        1 if flags[2] or flags[3] else 2
+    )  # what a program sums for the weights is memory, and work for one more kernel
+    most = processors(device) * min(max(8192 // block, least), 4)
     return Launcher(row_backward_kernel, device, (size, block, tile, *flags), warps_for(tile * block, 16)), tile, most
 
 
@@ -244,10 +247,9 @@ def row_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, centred: boo
         dx half, dweight and dbias fp32. No sync.
     """
     device, size = x.get_device(), weight.numel()
-    if size > ONE_PASS and sum(needs) > 1:
-        alone = [[need and place == only for place, need in enumerate(needs)] for only in range(3)]
-        found = [row_backward(dy, x, weight, eps, centred, one) if any(one) else (None,) * 3 for one in alone]
-        return found[0][0], found[1][1], found[2][2]
+    if size > ONE_PASS and needs[0] and (needs[1] or needs[2]):
+        dx, _, _ = row_backward(dy, x, weight, eps, centred, (True, False, False))
+        return dx, *row_backward(dy, x, weight, eps, centred, (False, *needs[1:]))[1:]
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     rows = x.numel() // size
     launch, tile, most = row_backward_launcher(device, x.dtype, size, (centred, *needs))

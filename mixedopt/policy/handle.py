@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -170,11 +169,10 @@ class PolicyHandle:
             self._handles.append(module.register_forward_hook(outputs))
 
     def _hook_root(self) -> None:
-        root = self.plan.root
-        self._hook(replace(root, outputs=None), lower=True)
-        assert root.outputs is not None
-        self._handles.append(root.module.register_forward_hook(RootOutputs(root.outputs, self)))
-        for module in root.module.modules():  # a submodule may be loaded on its own
+        root = self.plan.model
+        self._hook(self.plan.root, lower=True)
+        self._handles.append(root.register_forward_hook(RootOutputs(self.plan.output, self)))
+        for module in root.modules():  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
 
 

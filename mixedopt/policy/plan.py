@@ -87,6 +87,7 @@ class CastPlan:
         dtypes: for every floating parameter name, what it becomes.
         decisions: for every module.
         root: the casts around the whole model.
+        output: what it returns.
         casts: those around modules inside it.
         masks: modules whose code prepares an fp32 softmax.
     """
@@ -98,6 +99,7 @@ class CastPlan:
     dtypes: Mapping[str, torch.dtype]
     decisions: Mapping[nn.Module, Decision]
     root: ModuleCasts
+    output: torch.dtype
     casts: tuple[ModuleCasts, ...]
     masks: frozenset[nn.Module]
 
@@ -125,7 +127,18 @@ def plan_casts(policy: CastPolicy, model: nn.Module, dtype: torch.dtype) -> Cast
     root, casts = _casts(policy, model, dtype, ranks, decisions, params)
     names = _names_by_id(model)
     text = str(replace(policy, rules=tuple(rule.named(names) for rule in policy.rules)))
-    return CastPlan(policy, text, model, dtype, dtypes, decisions, root, casts, _masks(policy, model, decisions))
+    return CastPlan(
+        policy,
+        text,
+        model,
+        dtype,
+        dtypes,
+        decisions,
+        root,
+        _width(policy.output, dtype),
+        casts,
+        _masks(policy, model, decisions),
+    )
 
 
 class _Ranks:
@@ -240,7 +253,7 @@ def _casts(
     for module, decided in decisions.items():
         casts = ModuleCasts(module, params=_forward_params(module, decided, params))
         if module is model:
-            casts = replace(casts, inputs=decided.compute, outputs=_width(policy.output, dtype))
+            casts = replace(casts, inputs=decided.compute)
         elif decided.rule is not QUANTISED:
             owns = _is_atomic(module) and any(params.get(p) for p in module.parameters(recurse=False))
             on_border = any(ranks.first[p] != ranks.first[module] for p in ranks.parents[module])
