@@ -136,8 +136,10 @@ class CastInputs:
         self.positions = positions
         self.lower = lower
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments with their tensors cast."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Return the arguments with their tensors cast, ``None`` if nothing is to be done."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == self.dtype:
+            return None  # by far the commonest call
         if self.positions:
             args = tuple([a if i in self.positions else self._cast(a) for i, a in enumerate(args)])
         else:
@@ -183,7 +185,9 @@ class CastOutputs:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Return the result with its tensors cast."""
+        """Return the result with its tensors cast, ``None`` if nothing is to be done."""
+        if isinstance(output, Tensor) and output.dtype == self.dtype:
+            return None
         return cast(output, self.dtype)
 
 
