@@ -3,7 +3,7 @@
 from mixedopt.errors import CheckpointError, LossScaleError, StepOrderError
 from mixedopt.loss_scale import DynamicLossScale, StaticLossScale
 from mixedopt.optimizer import MixedPrecisionOptimizer
-from mixedopt.policy import CastPolicy, PolicyHandle, convert
+from mixedopt.policy import CastPolicy, Explanation, PolicyHandle, convert, explain
 from mixedopt.report import StepReport
 from mixedopt.scaler import SharedLossScale
 
@@ -13,6 +13,7 @@ __all__ = [
     "CastPolicy",
     "CheckpointError",
     "DynamicLossScale",
+    "Explanation",
     "LossScaleError",
     "MixedPrecisionOptimizer",
     "PolicyHandle",
@@ -21,4 +22,5 @@ __all__ = [
     "StepOrderError",
     "StepReport",
     "convert",
+    "explain",
 ]

@@ -45,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
     "policy.rules": {"functions", "policy.rule", "policy.spelling"},
     "policy.plan": {"casting", "functions", "masters", "norms", "policy.rule", "policy.rules"},
     "policy.handle": {"casting", "distributed", "errors", "masters", "norms", "policy.plan", "policy.rules", "scopes"},
-    "policy.explain": {"casting", "errors", "functions", "policy.handle", "policy.plan", "policy.rules"},
+    "policy.dry_run": {"functions"},
+    "policy.explain": {"casting", "masters", "policy.dry_run", "policy.handle", "policy.plan", "policy.rules"},
     "policy.__init__": {"policy.explain", "policy.handle", "policy.plan", "policy.rule", "policy.rules"},
     "export": {"masters", "policy.__init__"},
     "window": {"errors", "flat", "gradients", "holding", "masters"},
@@ -116,6 +117,7 @@ PUBLIC = {
     "CastPolicy",
     "CheckpointError",
     "DynamicLossScale",
+    "Explanation",
     "LossScaleError",
     "MixedPrecisionOptimizer",
     "PolicyHandle",
@@ -124,6 +126,7 @@ PUBLIC = {
     "StepOrderError",
     "StepReport",
     "convert",
+    "explain",
 }
 
 

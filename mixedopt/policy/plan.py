@@ -52,7 +52,7 @@ class Decision:
     @property
     def reason(self) -> str:
         """The rule that decided, as text."""
-        return REASONS.get(self.rule) or str(self.rule)
+        return REASONS.get(self.rule) or str(replace(self.rule, required=True))
 
 
 @dataclass(frozen=True, slots=True)
