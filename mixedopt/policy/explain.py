@@ -129,8 +129,13 @@ def explain(
 
 
 def _plan(root: nn.Module, policy: CastPolicy | None, dtype: torch.dtype) -> CastPlan:
-    handles = (hook.handle for hook in root._forward_hooks.values() if isinstance(hook, RootOutputs))
+    handles = [hook.handle for hook in root._forward_hooks.values() if isinstance(hook, RootOutputs)]
     handle = next((h for h in handles if isinstance(h, PolicyHandle)), None)
+    if handles and handle is None:
+        raise ValueError(
+            "explain(model): the model is converted, but what converted it, an optimizer or a handle, is gone, and the "
+            "policy with it. Keep that object, or explain the model before converting it."
+        )
     if handle is None:
         return plan_casts(policy or CastPolicy.default(), root, dtype)
     if policy is not None and policy != handle.plan.policy:
