@@ -113,7 +113,8 @@ def type_name(kind: type) -> str:
 def _match_text(rule: Rule) -> str:
     match = rule.match
     if isinstance(match, str):
-        return match if RULE.fullmatch(f"{match}=") and not match.endswith("?") else json.dumps(match)
+        plain = RULE.fullmatch(f"{match}=")
+        return match if plain and plain["name"] == match else json.dumps(match)
     if isinstance(match, type):
         return f"<{type_name(match)}>"
     if isinstance(match, nn.Parameter):
