@@ -1,0 +1,506 @@
+"""Functions that a model's own code calls: what needs fp32, and that it gets it, there and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same, seeded, snapshot
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+from mixedopt import CastPolicy, MixedPrecisionOptimizer, convert
+from mixedopt.scopes import HOOKS
+
+# Softmax on a CPU, and all of them on a GPU, differ between half and fp32 input in the last bits of fp32, which now and
+# then decides a rounding to half: one unit in the last place.
+ONE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+# Attention rounds its probabilities to half before it multiplies, and the result once more.
+ATTENTION = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class Calls(nn.Module):
+    """A model whose forward is one function of half values, made by a half layer."""
+
+    def __init__(self, function: Callable[..., Any], width: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.function = function
+        self.seen: Any = None
+
+    def forward(self, x: Tensor, *more: Any, **named: Any) -> Any:
+        self.seen = self.layer(x)
+        return self.function(self.seen, *more, **named)
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_is_left() -> Iterator[None]:
+    yield
+    assert _get_current_function_mode_stack() == []
+
+
+def modes(model: nn.Module) -> set[str]:
+    """Return which modules have hooks that put function rules in force."""
+    return {
+        name
+        for name, module in model.named_modules()
+        if any(isinstance(h, HOOKS) for h in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
+    }
+
+
+# -- what half kernels do by themselves -------------------------------------------
+
+SAFE: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "group_norm": lambda x: F.group_norm(x, 4),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-6),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) if x.dtype == torch.float32 else _batch_norm(x),
+}
+
+
+def _batch_norm(x: Tensor) -> Tensor:
+    weight = torch.ones(x.shape[1], device=x.device)
+    return F.batch_norm(x, None, None, weight, torch.zeros_like(weight), training=True)
+
+
+@pytest.mark.parametrize("name", list(SAFE))
+def test_a_half_kernel_equals_casting_up_and_rounding_once(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """So softmax and norms that are called need no rule."""
+    x = (torch.randn(6, 16, 33, device=device) * 4).to(dtype)
+    half, full = SAFE[name](x), SAFE[name](x.float()).to(dtype)
+    assert half.dtype == dtype
+    if device.type == "cpu" and "softmax" not in name:
+        assert torch.equal(half, full)
+    torch.testing.assert_close(half, full, rtol=ONE_ULP[dtype], atol=2.0**-24)
+    assert not torch.equal(half.float(), SAFE[name](x.float()))
+
+
+def test_half_attention_is_fp32_inside(device: torch.device, dtype: torch.dtype) -> None:
+    """Scores of 4,096 keys are summed in fp32: the error is that of the roundings, not of the sum."""
+    q, k, v = ((torch.randn(1, 2, size, 16, device=device)).to(dtype) for size in (5, 4096, 4096))
+    half = F.scaled_dot_product_attention(q, k, v)
+    full = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+    assert (half.float() - full).abs().max() < ATTENTION[dtype] * v.float().abs().max()
+
+
+def test_long_sums_and_losses_in_half_go_wrong(device: torch.device) -> None:
+    """What the function rule is for: stalls, overflows, infinite gradients."""
+    ones = torch.ones(4096, device=device)
+    assert (ones * 32).half().sum() == torch.inf
+    assert torch.tensor(12.0, device=device).half().exp() == torch.inf
+    logits = torch.randn(3, 8, device=device).half().requires_grad_()
+    loss = F.cross_entropy(logits, torch.tensor([1, 2, 3], device=device))
+    assert loss.dtype == torch.float16
+    (loss.float() * 65536).backward()
+    assert not logits.grad.isfinite().all()
+
+
+# -- losses ---------------------------------------------------------------------------
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "F": lambda x, y: F.cross_entropy(x, y),
+    "keywords": lambda x, y: F.cross_entropy(input=x, target=y, reduction="sum"),
+    "none": lambda x, y: F.cross_entropy(x, y, reduction="none").mean(),
+    "weight": lambda x, y: F.cross_entropy(x, y, (torch.arange(8, device=x.device) / 4 + 0.5).to(x.dtype)),
+    "ignored": lambda x, y: F.cross_entropy(x, y, ignore_index=1),
+    "smoothed": lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+    "probabilities": lambda x, y: F.cross_entropy(x, F.one_hot(y, 8).to(x.dtype)),
+    "one": lambda x, y: F.cross_entropy(x[0], y[0]),
+    "images": lambda x, y: F.cross_entropy(x.T[None, :, :, None], y[None, :, None]),
+    "made on the spot": lambda x, y: nn.CrossEntropyLoss()(x, y),
+    "mse": lambda x, y: F.mse_loss(x, torch.zeros_like(x)),
+    "l1": lambda x, y: nn.L1Loss()(x, torch.zeros_like(x)),
+    "huber": lambda x, y: F.huber_loss(x, torch.zeros_like(x)),
+    "logits": lambda x, y: F.binary_cross_entropy_with_logits(x, F.one_hot(y, 8).to(x.dtype)),
+    "kl": lambda x, y: F.kl_div(F.log_softmax(x, -1), F.softmax(torch.zeros_like(x), -1), reduction="batchmean"),
+    "nll": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
+}
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_a_loss_that_the_model_computes_is_fp32(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """However it is spelt: the loss of the half logits in fp32, and its gradient."""
+    model = seeded(lambda: Calls(LOSSES[name]), device)
+    convert(model, dtype)
+    y = torch.randint(8, (5,), device=device)
+    loss = model(torch.randn(5, 8, device=device), y)
+    assert loss.dtype == torch.float32
+    seen = model.seen.detach()
+    if name in ("kl", "nll"):  # these are given half logarithms
+        logs = F.log_softmax(seen, -1).float()
+        expected = F.nll_loss(logs, y) if name == "nll" else F.kl_div(
+            logs, F.softmax(torch.zeros_like(seen), -1).float(), reduction="batchmean"
+        )  # fmt: skip
+    else:
+        expected = LOSSES[name](seen.float(), y)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
+    if device.type == "cpu" and name not in ("weight", "probabilities"):
+        assert torch.equal(loss, expected)
+    model.seen.retain_grad()
+    (loss * 1024).backward()
+    assert model.layer.weight.grad.isfinite().all()
+    wide = seen.float().requires_grad_()
+    if name not in ("kl", "nll"):
+        (LOSSES[name](wide, y) * 1024).backward()
+        assert torch.equal(model.seen.grad, wide.grad.to(dtype)) or device.type == "cuda"
+
+
+def test_a_policy_without_functions_leaves_them(device: torch.device, dtype: torch.dtype) -> None:
+    """An empty list installs nothing, and the loss is half."""
+    for policy in (CastPolicy.none(), dataclasses.replace(CastPolicy.default(), functions=())):
+        model = seeded(lambda: Calls(F.cross_entropy), device)
+        convert(model, dtype, policy.returning("half"))
+        assert modes(model) == set()
+        assert model(torch.randn(5, 8, device=device), torch.zeros(5, dtype=torch.long, device=device)).dtype == dtype
+
+
+# -- other functions, and what meets their results -------------------------------------
+
+SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "method": lambda x: x.softmax(-1),
+    "torch": lambda x: torch.softmax(x, dim=-1),
+    "F": lambda x: F.softmax(x, dim=-1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "torch.cumsum": lambda x: torch.cumsum(x, dim=0),
+}
+LISTED = CastPolicy.default().keep_functions("softmax", torch.cumsum).returning("half")
+
+
+@pytest.mark.parametrize("name", list(SPELLINGS))
+def test_a_listed_function_runs_in_fp32_however_it_is_spelt(
+    name: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Function, torch function and method of a name are one; results are fp32."""
+    seen: list[Tensor] = []
+    model = seeded(lambda: Calls(lambda x: seen.append(SPELLINGS[name](x)) or x), device)
+    convert(model, dtype, LISTED)
+    model(torch.randn(5, 8, device=device))
+    assert torch.equal(SPELLINGS[name](model.seen.float()), seen[0])
+
+
+MEETINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda wide, x: wide @ x,
+    "matmul, half first": lambda wide, x: x @ wide,
+    "torch.matmul": lambda wide, x: torch.matmul(wide, x),
+    "mm": lambda wide, x: wide.mm(x),
+    "bmm": lambda wide, x: torch.bmm(wide[None], x[None]),
+    "baddbmm": lambda wide, x: torch.baddbmm(x[None], wide[None], x[None]),
+    "einsum": lambda wide, x: torch.einsum("ij,jk->ik", wide, x),
+    "linear": lambda wide, x: F.linear(wide, x),
+    "conv": lambda wide, x: F.conv1d(wide[None], x[:, :, None]),
+    "attention": lambda wide, x: F.scaled_dot_product_attention(wide[None], x[None], x[None], attn_mask=wide[None]),
+    "index_add": lambda wide, x: x.index_add(0, torch.arange(8, device=x.device), wide),
+    "scatter_add": lambda wide, x: x.scatter_add(0, torch.zeros(8, 8, dtype=torch.long, device=x.device), wide),
+    "index_put": lambda wide, x: x.index_put((torch.arange(8, device=x.device),), wide),
+    "add": lambda wide, x: wide + x,
+    "cat": lambda wide, x: torch.cat([wide, x]),
+    "where": lambda wide, x: torch.where(wide > 0.1, wide, x),
+    "layer": lambda wide, x: nn.Linear(8, 8, device=x.device, dtype=x.dtype)(wide),
+}
+
+
+@pytest.mark.parametrize("name", list(MEETINGS))
+def test_an_fp32_result_may_meet_half_operands(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Products and writes take half, the rest promotes; gradients flow."""
+    model = seeded(lambda: Calls(lambda x: MEETINGS[name](x.softmax(-1), x)), device)
+    convert(model, dtype, CastPolicy.default().keep_functions("softmax").returning("half"))
+    out = model(torch.randn(8, 8, device=device))
+    if name != "layer":
+        probabilities = model.seen.detach().float().softmax(-1)
+        half = name not in ("add", "cat", "where")
+        first = probabilities.to(dtype) if half else probabilities
+        assert torch.equal(out, MEETINGS[name](first, model.seen.detach()).to(dtype))
+    out.float().sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
+
+
+# -- there and nowhere else ----------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention by hand, once more inside checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.norm, self.inner = nn.Linear(8, 24), nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.inner((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+class Stack(nn.Module):
+    """Blocks, and a loss if there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.plain = nn.ModuleList([Block(), Block()]), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.rerun: bool | None = None
+        self.fault: type[BaseException] | None = None
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        for block in self.blocks:
+            x = block(x) if self.rerun is None else checkpoint(block, x, use_reentrant=self.rerun)
+        x = self.plain(x)
+        if self.fault is not None:
+            raise self.fault
+        return x if labels is None else F.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+    def encode(self, x: Tensor) -> Tensor:
+        return F.softmax(self.plain(x), -1)
+
+
+SOFT = CastPolicy.default().keep_functions("softmax")
+
+
+def stack(device: torch.device, dtype: torch.dtype, policy: CastPolicy = SOFT) -> tuple[Stack, Tensor, Tensor]:
+    model = seeded(Stack, device)
+    convert(model, dtype, policy)
+    assert isinstance(model, Stack)
+    return model, torch.randn(3, 5, 8, device=device), torch.randint(8, (3, 5), device=device)
+
+
+def test_only_modules_that_need_it_keep_hooks(device: torch.device, dtype: torch.dtype) -> None:
+    """After the first forward: the modules that called something, and those they call; else the root alone."""
+    model, x, labels = stack(device, dtype, CastPolicy.default())
+    assert modes(model) == {""}
+    model(x)
+    assert modes(model) == {""}
+    model(x, labels)
+    assert modes(model) == {"", "blocks.0", "blocks.1", "plain"}
+    model, x, labels = stack(device, dtype)
+    model(x, labels)
+    assert modes(model) == {"", "blocks.0", "blocks.1", "plain", "blocks.0.inner", "blocks.1.inner"}
+
+
+def test_the_first_forward_computes_what_later_ones_do(device: torch.device, dtype: torch.dtype) -> None:
+    """Learning is not to be seen: not when it begins, nor for a new kind of call, nor after a change back."""
+    model, x, labels = stack(device, dtype)
+    first = model(x, labels), model(x), model.eval()(x, labels).detach()
+    with torch.no_grad():
+        quiet = model(x, labels)
+    again = model.train()(x, labels), model(x), model.eval()(x, labels).detach()
+    assert_same([f.detach() for f in first], [a.detach() for a in again])
+    assert torch.equal(quiet, first[2])
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
+def test_a_module_that_runs_again_in_backward_has_its_rules(
+    reentrant: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Activation checkpointing, in the first forward and later: the same gradients, bit for bit."""
+    gradients = []
+    for rerun in (None, reentrant):
+        model, x, labels = stack(device, dtype)
+        model.rerun = rerun
+        for _ in range(2):
+            model.zero_grad()
+            model(x.clone().requires_grad_(), labels).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same(gradients[0], gradients[1])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo looks at an output's grad
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_compiled_model_has_its_rules(learnt: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """In one graph, compiled before the first forward or after it."""
+    model, x, labels = stack(device, dtype)
+    expected = copy.deepcopy(model)(x, labels)
+    if learnt:
+        model(x, labels)
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager", fullgraph=True)(x, labels)
+    assert found.dtype == torch.float32
+    assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_no_mode_behind(
+    when: str, fault: type[BaseException], device: torch.device, dtype: torch.dtype
+) -> None:
+    """After an error at once; after a KeyboardInterrupt, for which torch calls no hook, by the next forward."""
+    model, x, labels = stack(device, dtype)
+    expected = copy.deepcopy(model)(x, labels)
+    if when == "later":
+        model(x, labels)
+    model.fault = fault
+    with pytest.raises(fault):
+        model(x, labels)
+    if fault is RuntimeError:
+        assert _get_current_function_mode_stack() == []
+    model.fault = None
+    assert torch.equal(expected, model(x, labels))
+
+
+def test_outside_of_the_forward_nothing_is_changed(device: torch.device, dtype: torch.dtype) -> None:
+    """Nor in a method called from outside, nor in another model, nor in one with a policy of its own."""
+    model, x, labels = stack(device, dtype)
+    model(x, labels)
+    assert F.softmax(x.to(dtype), -1).dtype == dtype
+    assert model.encode(x).dtype == dtype
+    other = seeded(lambda: Calls(lambda v: v.softmax(-1)), device).to(dtype)
+    assert other(torch.randn(5, 8, device=device).to(dtype)).dtype == dtype
+    quiet = seeded(lambda: Calls(lambda v: v.softmax(-1)), device)
+    convert(quiet, dtype, CastPolicy.none().returning("half"))
+    loud = seeded(lambda: Calls(lambda v: (v.softmax(-1), quiet(v))), device)
+    convert(loud, dtype, SOFT.returning("half"))
+    for _ in range(2):
+        ours, theirs = loud(torch.randn(5, 8, device=device))
+        assert ours.dtype == theirs.dtype == dtype
+        assert torch.equal(theirs, quiet.seen.softmax(-1))
+
+
+def test_copies_of_a_model_have_its_rules(device: torch.device, dtype: torch.dtype) -> None:
+    """By deepcopy and by pickle, before and after the first forward; each learns for itself."""
+    model, x, labels = stack(device, dtype)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    expected = model(x, labels)
+    copies += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in copies:
+        assert torch.equal(expected, twin(x, labels))
+        assert modes(twin) == modes(model)
+
+
+def test_modes_of_the_user_still_see_every_call(device: torch.device, dtype: torch.dtype) -> None:
+    """A ``TorchFunctionMode`` around the forward, and ``with torch.device``."""
+
+    class Counts(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counts.seen += getattr(func, "__name__", "") == "softmax"
+            return func(*args, **(kwargs or {}))
+
+    model, x, labels = stack(device, dtype)
+    expected = copy.deepcopy(model)(x, labels)
+    for _ in range(2):
+        with torch.device(device), Counts():
+            assert torch.equal(expected, model(x, labels))
+    assert Counts.seen == 4
+
+
+def test_threads_do_not_disturb_each_other(device: torch.device, dtype: torch.dtype) -> None:
+    """Two forwards of one model at once."""
+    model, x, labels = stack(device, dtype)
+    expected = model(x, labels)
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.extend(model(x, labels) for _ in range(20))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all(torch.equal(expected, f) for f in found)
+
+
+def test_a_half_loss_made_by_hand_is_reported_once(
+    device: torch.device, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No rule reaches plain arithmetic: a warning says what to do."""
+    model = seeded(lambda: Calls(lambda x: (x * x).mean()), device)
+    convert(model, dtype)
+    with caplog.at_level(logging.WARNING, "mixedopt"):
+        for _ in range(3):
+            model(torch.randn(5, 8, device=device))
+    assert [record.message for record in caplog.records if "loss in half precision" in record.message] != []
+    assert len(caplog.records) == 1
+
+
+def test_code_that_takes_another_way_later_is_watched_again(device: torch.device, dtype: torch.dtype) -> None:
+    """A loss that was not computed in the forwards that were watched: fp32 from the second time on at the latest."""
+    late = {"loss": False}
+
+    def function(x: Tensor) -> Tensor:
+        return F.mse_loss(x, torch.zeros_like(x)) if late["loss"] else x
+
+    model = seeded(lambda: Calls(function), device)
+    handle = convert(model, dtype, CastPolicy.default().returning("half"))
+    x = torch.randn(5, 8, device=device)
+    for late["loss"] in (False, False, True, True):
+        out = model(x)
+    assert handle.active
+    root = [hook for hook in model._forward_hooks.values() if type(hook).__name__ == "End"]
+    assert len(root) == 1
+    assert out.item() == F.mse_loss(model.seen.float(), torch.zeros(5, 8, device=device)).to(dtype).item()
+
+
+# -- masks -----------------------------------------------------------------------------------
+
+NEVER = {"-1e9": -1e9, "finfo32": torch.finfo(torch.float32).min}
+
+
+class Masked(nn.Module):
+    """Scores near the end of fp16, a mask, a softmax that is a module or called."""
+
+    def __init__(self, how: str, value: float, module: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.how, self.value = how, value
+        self.soft = nn.Softmax(-1) if module else None
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        scores = self.layer(x) - 17
+        match self.how:
+            case "masked_fill":
+                scores = scores.masked_fill(mask, self.value)
+            case "masked_fill_":
+                scores = scores.clone().masked_fill_(mask, self.value)
+            case "where":
+                scores = torch.where(mask, self.value, scores)
+            case "where 0-d":
+                scores = torch.where(mask, torch.tensor(self.value), scores)
+            case "add":
+                scores = scores + mask.to(scores.dtype) * self.value
+            case "lowest":
+                scores = scores + mask.to(scores.dtype) * torch.finfo(scores.dtype).min
+            case "argument":
+                scores = scores + bias
+        return self.soft(scores) if self.soft is not None else scores.softmax(-1)
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["module", "called"])
+@pytest.mark.parametrize("value", list(NEVER))
+@pytest.mark.parametrize("how", ["masked_fill", "masked_fill_", "where", "where 0-d", "add", "lowest", "argument"])
+def test_a_mask_constant_stays_finite_under_an_fp32_softmax(
+    how: str, value: str, module: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """-1e9, the lowest fp32 and the lowest half: a row that is masked as a whole is as finite as in fp32."""
+    if how == "where 0-d" and device.type == "cuda":
+        pytest.skip("a constant on the device cannot be read without a sync")
+    mask = torch.tensor([[True] * 4, [False, True, True, True], [False] * 4], device=device)
+    model = seeded(lambda: Masked(how, NEVER[value], module), device)
+    x, bias = torch.randn(3, 4, device=device), mask.float() * NEVER[value]
+    expected = model(x, mask, bias)
+    convert(model, dtype, CastPolicy.default() if module else SOFT)
+    for _ in range(2):
+        found = model(x, mask, bias)
+        assert expected.isfinite().all()
+        assert found.isfinite().all()
+        assert torch.equal(found[1], torch.tensor([1.0, 0, 0, 0], device=device))
+        torch.testing.assert_close(found[2], expected[2], rtol=0, atol=ATTENTION[dtype] * 4)
+    found.square().sum().backward()
+    assert model.layer.weight.grad.isfinite().all()
+
+
+def test_a_row_that_is_truly_minus_infinity_is_a_skip(device: torch.device, dtype: torch.dtype) -> None:
+    """NaN as in fp32, and then a step that changes nothing."""
+    model = seeded(lambda: Masked("masked_fill", -torch.inf, False), device)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, dtype=dtype, policy=SOFT)
+    before = snapshot(model, None)["weights"]
+    out = model(torch.randn(3, 4, device=device), torch.ones(3, 4, dtype=torch.bool, device=device), torch.zeros(4))
+    optimizer.backward(out.sum())
+    optimizer.step()
+    assert optimizer.last_step.skipped
+    assert_same(before, snapshot(model, None)["weights"])
