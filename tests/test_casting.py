@@ -1,0 +1,211 @@
+"""Casts at the borders: what they look into, what they leave, what a mask constant becomes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import seeded
+from torch import Tensor, nn
+
+from mixedopt import CastPolicy, convert
+from mixedopt.casting import cast, lowered
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Point(NamedTuple):
+    """A named tuple of a value and a time."""
+
+    x: Tensor
+    t: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A dataclass that cannot be written to."""
+
+    x: Tensor
+    t: Tensor
+    name: str = "frozen"
+
+
+@dataclasses.dataclass
+class Made:
+    """A dataclass with a field that its constructor does not take."""
+
+    x: Tensor
+    t: Tensor
+    sum: Any = dataclasses.field(init=False, default=None)
+
+
+class Ordered(collections.OrderedDict[str, Any]):
+    """A dict of the user's own."""
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    return torch.tensor([1.5]), torch.tensor([2049.0])
+
+
+CONTAINERS: dict[str, Any] = {
+    "list": lambda x, t: [x, [t]],
+    "tuple": lambda x, t: (x, (t,)),
+    "named tuple": Point,
+    "dict": lambda x, t: {"x": x, "t": t},
+    "OrderedDict": lambda x, t: Ordered(x=x, t=t),
+    "frozen dataclass": Frozen,
+    "dataclass": Made,
+    "nested": lambda x, t: {"a": [Point(x, t), {"b": (Frozen(x, t), None, 3, "s")}]},
+}
+
+
+def flat(value: Any) -> list[Tensor]:
+    """Return the tensors in a nested value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    return [tensor for item in inside for tensor in flat(item)]
+
+
+@pytest.mark.parametrize("kind", list(CONTAINERS))
+def test_a_cast_looks_into_containers(kind: str, dtype: torch.dtype) -> None:
+    """Every floating tensor inside is cast, the container is of the same type, the original is untouched."""
+    value = CONTAINERS[kind](*tensors())
+    found = cast(value, dtype)
+    assert type(found) is type(value)
+    assert {tensor.dtype for tensor in flat(found)} == {dtype}
+    assert {tensor.dtype for tensor in flat(value)} == {torch.float32}
+    assert len(flat(found)) == len(flat(value))
+    assert cast(found, dtype) is found  # nothing to do
+
+
+@pytest.mark.parametrize("kind", ["named tuple", "dict", "OrderedDict", "frozen dataclass", "dataclass", "nested"])
+def test_a_name_is_left_inside_a_container(kind: str, dtype: torch.dtype) -> None:
+    """A key or field of that name passes as the same object; the others are cast."""
+    x, t = tensors()
+    found = flat(cast(CONTAINERS[kind](x, t), dtype, frozenset({"t"})))
+    assert {tensor.dtype for tensor in found[::2]} == {dtype}
+    assert all(tensor is t for tensor in found[1::2])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        2.5,
+        "text",
+        torch.tensor([2049]),
+        torch.tensor([True]),
+        torch.tensor([1 + 2j]),
+        torch.uint8,
+        nn.Identity(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_floating_tensor_is_the_same_object(value: Any, dtype: torch.dtype) -> None:
+    """Alone and in a container that needs a cast."""
+    assert cast(value, dtype) is value
+    assert cast([torch.ones(1), value], dtype)[1] is value
+
+
+# -- arguments that are left alone ----------------------------------------------------
+
+
+class Timed(nn.Module):
+    """Echoes what arrives, and uses its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: Any, timesteps: Any = None, *, scale: Any = None, **more: Any) -> dict[str, Any]:
+        self.got = [x, timesteps, scale, more]
+        return {"got": self.got, "y": self.layer(x if isinstance(x, Tensor) else torch.ones(1, 1))}
+
+
+class Outer(nn.Module):
+    """Hands its arguments on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Timed()
+
+    def forward(self, x: Any, timesteps: Any = None, *, scale: Any = None, **more: Any) -> Any:
+        return self.inner(x, timesteps, scale=scale, **more)
+
+
+@pytest.mark.parametrize("island", [False, True], ids=["half", "island"])
+@pytest.mark.parametrize("how", ["position", "keyword", "keyword only", "more", "nested"])
+def test_a_named_argument_arrives_as_it_was_given(how: str, island: bool, dtype: torch.dtype) -> None:
+    """By position, by keyword, among ``**kwargs``, as a key inside; at the model's door and at an island's."""
+    x, t = torch.ones(1, 1), torch.tensor([2049.0], dtype=torch.float64)
+    name = {"keyword only": "scale", "more": "extra"}.get(how, "timesteps")
+    policy = CastPolicy.default().leaving(name)
+    model = Outer() if island else Timed()
+    convert(model, dtype, policy.keep("inner") if island else policy)
+    args, kwargs = ((x, t), {}) if how == "position" else ((x,), {name: t})
+    if how == "nested":
+        args, kwargs = ({"timesteps": t, "x": x},), {}
+    model(*args, **kwargs)
+    got = model.inner.got if isinstance(model, Outer) else model.got
+    place = {"position": got[1], "keyword": got[1], "keyword only": got[2], "more": got[3].get("extra")}
+    left = got[0]["timesteps"] if how == "nested" else place[how]
+    rest = got[0]["x"] if how == "nested" else got[0]
+    assert left is t
+    assert rest.dtype == (torch.float32 if island else dtype)
+
+
+def test_a_name_that_no_forward_takes_is_refused(dtype: torch.dtype) -> None:
+    """Before anything is changed."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"leaving\('timestep'\): no module's forward has an argument of that name"):
+        convert(model, dtype, CastPolicy.default().leaving("timestep"))
+    assert model[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("output", ["fp32", "half"])
+def test_the_model_returns_what_the_policy_says(output: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """fp32 by default, nested values included."""
+    model = seeded(Timed, device)
+    policy = CastPolicy.default() if output == "fp32" else CastPolicy.default().returning("half")
+    convert(model, dtype, policy)
+    out = model(torch.ones(1, 1, device=device), torch.ones(1, device=device))
+    assert {tensor.dtype for tensor in flat(out)} == {torch.float32 if output == "fp32" else dtype}
+
+
+# -- constants ---------------------------------------------------------------------------
+
+
+@given(st.floats(width=32), st.sampled_from(HALVES))
+def test_a_finite_value_below_the_range_becomes_the_lowest(value: float, dtype: torch.dtype) -> None:
+    """And everything else, -inf and NaN included, what ``to`` makes of it."""
+    given_, plain = torch.tensor([value]), torch.tensor([value]).to(dtype)
+    found = lowered(given_, dtype)
+    if plain.isneginf() and not given_.isneginf():
+        assert found.item() == torch.finfo(dtype).min
+    else:
+        assert torch.equal(found, plain) or (found.isnan() and plain.isnan())
+
+
+def test_a_tensor_with_a_gradient_keeps_its_infinity(dtype: torch.dtype) -> None:
+    """An activation that overflows must be seen; its gradient is that of a cast."""
+    value = torch.tensor([torch.finfo(torch.float32).min], requires_grad=True)
+    assert lowered(value, dtype).isneginf()
+
+
+def test_a_mask_of_the_model_is_lowered_at_its_door(device: torch.device, dtype: torch.dtype) -> None:
+    """-1e9 in a float argument stays finite in fp16 and rounds in bf16; positive overflow stays visible."""
+    model = seeded(Timed, device)
+    convert(model, dtype)
+    model(torch.ones(1, 1, device=device), torch.tensor([-1e9, 1e39, -torch.inf], device=device))
+    expected = -65504.0 if dtype == torch.float16 else torch.tensor(-1e9).bfloat16().item()
+    assert isinstance(model, Timed)
+    assert model.got[1].tolist() == [expected, torch.inf, -torch.inf]
