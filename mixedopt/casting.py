@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -222,6 +222,11 @@ class RefuseAssign:
                 "load_state_dict(assign=True): would replace the parameters of a converted model and orphan their "
                 "masters. Load without assign; values are copied into the existing parameters."
             )
+
+
+def hookable(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of ``model``, but for TorchScript's, which take no hooks on loading."""
+    return (module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule))
 
 
 def drop_hooks_(module: nn.Module, kinds: tuple[type, ...]) -> None:

@@ -10,10 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` around ``model``, if there is one."""
     while not isinstance(model, DistributedDataParallel):
-        inner = model._modules.get("_orig_mod")
-        if not isinstance(inner, nn.Module):
+        if "_orig_mod" not in model._modules:
             return None
-        model = inner
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mixedopt.casting import WeakHook
+from mixedopt.casting import WeakHook, hookable
 from mixedopt.masters import HALF_DTYPES, MasterWeights, beyond_range, unfit_error
 
 
@@ -29,7 +29,7 @@ class Fp32Loads:
         self._offered: list[tuple[nn.Parameter, Tensor]] = []
         before, after = WeakHook(self._before), WeakHook(self._after)
         self._handles: list[RemovableHandle] = []
-        for module in model.modules():
+        for module in hookable(model):
             self._handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
 

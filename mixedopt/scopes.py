@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
-from mixedopt.casting import drop_hooks_
+from mixedopt.casting import drop_hooks_, hookable
 from mixedopt.functions import FunctionCasts
 
 log = logging.getLogger("mixedopt")
@@ -101,7 +101,7 @@ class FunctionScopes:
         self._model = model
         self._modes = {
             module: FunctionCasts(names, dtype, masks=module in masks)
-            for module in model.modules()
+            for module in hookable(model)
             if module is model or module in masks or _has_own_code(module)
         }
         self._codes: dict[nn.Module, OwnCode] = {}
@@ -114,8 +114,7 @@ class FunctionScopes:
         """Before a forward of the root: watch everything if it is of a new kind."""
         given = tuple(sorted([key for key, value in kwargs.items() if value is not None]))
         kind = (self._model.training, torch.is_grad_enabled(), len(args), given)
-        while pop_ours() is not None:  # left behind by a KeyboardInterrupt
-            continue
+        self.clear()
         self._learning = None if kind in self._known else kind
         if self._learning is not None:
             for module, mode in self._modes.items():
@@ -130,6 +129,13 @@ class FunctionScopes:
                 self._warn()
         elif not self._warned and _half_loss(output, self._modes[self._model].dtype):
             self._known.clear()  # the code took a way that was not seen before
+
+    def clear(self) -> None:
+        """Take away what a KeyboardInterrupt left in force: torch calls no hook for it."""
+        while isinstance(top := _get_current_function_mode(), FunctionCasts):  # type: ignore[no-untyped-call]
+            if not any(top is mode for mode in self._modes.values()):
+                return
+            _pop_mode()  # type: ignore[no-untyped-call]
 
     def _watch(self, module: nn.Module, mode: FunctionCasts | None) -> None:
         if module in self._codes:
@@ -188,11 +194,12 @@ class End:
 HOOKS = (Begin, End, Enter, Leave)
 
 
-def install(model: nn.Module, names: frozenset[str], dtype: torch.dtype, masks: frozenset[nn.Module]) -> None:
+def install(model: nn.Module, names: frozenset[str], dtype: torch.dtype, masks: frozenset[nn.Module]) -> FunctionScopes:
     """Put ``FunctionScopes`` on a model; ``drop_hooks_(module, HOOKS)`` takes them off each module."""
     scopes = FunctionScopes(model, names, dtype, masks)
     model.register_forward_pre_hook(Begin(scopes), with_kwargs=True, prepend=True)
     model.register_forward_hook(End(scopes))
+    return scopes
 
 
 def pop_ours() -> FunctionCasts | None:
@@ -214,7 +221,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
-        elif any(child.children()) or _has_own_code(child):
+        elif not isinstance(child, torch.jit.ScriptModule) and (any(child.children()) or _has_own_code(child)):
             yield child
 
 

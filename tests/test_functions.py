@@ -356,6 +356,12 @@ def test_outside_of_the_forward_nothing_is_changed(device: torch.device, dtype: 
     assert model.encode(x).dtype == dtype
     other = seeded(lambda: Calls(lambda v: v.softmax(-1)), device).to(dtype)
     assert other(torch.randn(5, 8, device=device).to(dtype)).dtype == dtype
+    inner, _, _ = stack(device, dtype)
+    outer = seeded(lambda: Calls(lambda v: (inner(x), v.softmax(-1))[1]), device)
+    convert(outer, dtype, SOFT)
+    for _ in range(2):
+        expected = nn.functional.linear(x.to(dtype), outer.layer.weight, outer.layer.bias).float().softmax(-1)
+        assert torch.equal(expected, outer(x))
     quiet = seeded(lambda: Calls(lambda v: v.softmax(-1)), device)
     convert(quiet, dtype, CastPolicy.none().returning("half"))
     loud = seeded(lambda: Calls(lambda v: (v.softmax(-1), quiet(v))), device)

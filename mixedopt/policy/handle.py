@@ -25,6 +25,7 @@ from mixedopt.casting import (
     ShowParameters,
     WeakHook,
     drop_hooks_,
+    hookable,
 )
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
@@ -72,8 +73,9 @@ class PolicyHandle:
         self._originals: dict[nn.Parameter, Tensor] = {}
         self._dtypes: dict[nn.Parameter, torch.dtype] = {}
         policy = plan.policy
+        self._scopes: scopes.FunctionScopes | None = None
         if policy.functions or plan.masks:
-            scopes.install(plan.model, frozenset(policy.functions), plan.dtype, plan.masks)
+            self._scopes = scopes.install(plan.model, frozenset(policy.functions), plan.dtype, plan.masks)
         for casts in plan.casts:
             self._hook(casts)
         self._hook_root()
@@ -135,6 +137,8 @@ class PolicyHandle:
             owner.masters.adopt_edits_()  # may refuse, before anything is changed
         for handle in self._handles:
             handle.remove()
+        if self._scopes is not None:
+            self._scopes.clear()
         for module in self.plan.model.modules():
             drop_hooks_(module, scopes.HOOKS)
             module.__class__ = PLAIN.get(type(module), type(module))
@@ -172,7 +176,7 @@ class PolicyHandle:
         root = self.plan.model
         self._hook(self.plan.root, lower=True)
         self._handles.append(root.register_forward_hook(RootOutputs(self.plan.output, self)))
-        for module in root.modules():  # a submodule may be loaded on its own
+        for module in hookable(root):  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
 
 
@@ -220,8 +224,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
+        elif "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]  # type: ignore[assignment]
         else:
             return model
 
