@@ -140,6 +140,9 @@ def _packed_storages(named: Sequence[tuple[str, Tensor]]) -> dict[int, tuple[int
         first = min(int(tensor.storage_offset()) for _, tensor in group)
         span = max(_end(tensor) for _, tensor in group) - first
         dense = all(_end(tensor) - tensor.storage_offset() == tensor.numel() for _, tensor in group)
+        # cuDNN's storage has room for biases, whether there are any or not.
+        tensor = group[0][1]
+        span = max(span, tensor.untyped_storage().nbytes() // tensor.element_size() - first)
         # A pack is mostly values; views scattered over a large storage are not one.
         if dense and 2 * sum(tensor.numel() for _, tensor in group) >= span:
             packs[key] = (first, span)

@@ -134,14 +134,26 @@ class Bucket:
         return torch.equal(self.flat_model, self.flat_master.to(self.dtype))
 
     def _check_places(self) -> None:
-        """Raise ``ValueError`` if a parameter no longer lies in the flat buffer."""
+        """Raise ``ValueError`` if a parameter no longer lies in the flat buffer.
+
+        ``flatten_parameters()`` of a recurrent layer moves its weights to a new
+        pack; they are brought back, with their values.
+        """
         pointers = list(map(Tensor.data_ptr, self.params))
-        if pointers != self._pointers:
-            moved = next(n for n, now, was in zip(self.names, pointers, self._pointers, strict=True) if now != was)
-            raise ValueError(
-                f"parameter {moved!r} was moved out of the optimizer's flat storage (model.to(), p.data = ...): "
-                "its master would be lost. Move the model before wrapping it, and edit weights in place."
-            )
+        if pointers == self._pointers:
+            return
+        views = self.layout.model_views(self.flat_model)
+        places = zip(self.layout.slots, self.params, views, pointers, self._pointers, strict=True)
+        moved = [(slot, param, view) for slot, param, view, now, was in places if now != was]
+        for slot, param, view in moved:
+            if slot.pack is None or (param.dtype, param.device, param.shape) != (view.dtype, view.device, view.shape):
+                raise ValueError(
+                    f"parameter {slot.name!r} was moved out of the optimizer's flat storage (model.to(), p.data = "
+                    "...): its master would be lost. Move the model before wrapping it, and edit weights in place."
+                )
+        for _, param, view in moved:
+            view.copy_(param.detach())
+            param.data = view
 
     def reclaim_(self) -> None:
         """Bring back masters that the inner optimizer has moved to storage of their own.

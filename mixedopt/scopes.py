@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
-from mixedopt.casting import drop_hooks_, hookable
+from mixedopt.casting import drop_hooks_
 from mixedopt.functions import FunctionCasts
 
 log = logging.getLogger("mixedopt")
@@ -88,46 +88,53 @@ class Leave:
 class FunctionScopes:
     """The modes of one converted model, and what was learnt about where they are needed.
 
+    It knows modules by their names, so no model is kept alive by its own hooks.
+
     Args:
         model: the root.
         names: functions that run in fp32.
         dtype: the half format.
         masks: modules whose code leads to an fp32 softmax.
+        alone: modules whose code nothing is done to.
     """
 
     def __init__(
-        self, model: nn.Module, names: frozenset[str], dtype: torch.dtype, masks: frozenset[nn.Module]
+        self,
+        model: nn.Module,
+        names: frozenset[str],
+        dtype: torch.dtype,
+        masks: frozenset[nn.Module] = frozenset(),
+        alone: frozenset[nn.Module] = frozenset(),
     ) -> None:
-        self._model = model
+        self._dtype = dtype
         self._modes = {
-            module: FunctionCasts(names, dtype, masks=module in masks)
-            for module in hookable(model)
-            if module is model or module in masks or _has_own_code(module)
+            name: FunctionCasts(names, dtype, masks=module in masks)
+            for name, module in model.named_modules()
+            if module is model or module in masks or (module not in alone and _has_own_code(module))
         }
-        self._codes: dict[nn.Module, OwnCode] = {}
+        self._codes: dict[str, OwnCode] = {}
         self._known: set[tuple[Any, ...]] = set()
         self._learning: tuple[Any, ...] | None = None
         self._warned = False
-        self._watch(model, self._modes[model])
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward of the root: watch everything if it is of a new kind."""
         given = tuple(sorted([key for key, value in kwargs.items() if value is not None]))
-        kind = (self._model.training, torch.is_grad_enabled(), len(args), given)
+        kind = (model.training, torch.is_grad_enabled(), len(args), given)
         self.clear()
         self._learning = None if kind in self._known else kind
         if self._learning is not None:
-            for module, mode in self._modes.items():
-                self._watch(module, mode)
+            for name, mode in self._modes.items():
+                self.watch(model, name, mode)
 
-    def end(self, output: Any) -> None:
+    def end(self, model: nn.Module, output: Any) -> None:
         """After a forward of the root: keep the hooks that are needed."""
         if self._learning is not None:
             self._known.add(self._learning)
-            self._settle()
-            if _half_loss(output, self._modes[self._model].dtype):
+            self._settle(model)
+            if _half_loss(output, self._dtype):
                 self._warn()
-        elif not self._warned and _half_loss(output, self._modes[self._model].dtype):
+        elif not self._warned and _half_loss(output, self._dtype):
             self._known.clear()  # the code took a way that was not seen before
 
     def clear(self) -> None:
@@ -137,27 +144,34 @@ class FunctionScopes:
                 return
             _pop_mode()  # type: ignore[no-untyped-call]
 
-    def _watch(self, module: nn.Module, mode: FunctionCasts | None) -> None:
-        if module in self._codes:
-            self._codes[module].mode = mode
+    def watch(self, model: nn.Module, name: str, mode: FunctionCasts | None) -> None:
+        """Put a mode in force in one module, or lift that of its callers."""
+        if name in self._codes:
+            self._codes[name].mode = mode
             return
-        code = self._codes[module] = OwnCode(mode)
-        module.register_forward_pre_hook(Enter(code), prepend=True)
+        code = self._codes[name] = OwnCode(mode)
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(Enter(code))
         module.register_forward_hook(Leave(code), always_call=True)
 
-    def _settle(self) -> None:
-        acting = {module for module, mode in self._modes.items() if mode.acted}
-        lifting = {child for module in acting for child in _called(module)} - acting
-        for module in list(self._codes):
-            if module in acting:
+    def watch_all(self, model: nn.Module) -> None:
+        """Put the modes in force everywhere, for a compiler, which runs no ``begin``."""
+        for name, mode in self._modes.items():
+            self.watch(model, name, mode)
+
+    def _settle(self, model: nn.Module) -> None:
+        acting = {name for name, mode in self._modes.items() if mode.acted}
+        lifting = {child for name in acting for child in _called(name, model.get_submodule(name))} - acting
+        for name in list(self._codes):
+            if name in acting:
                 continue
-            if module in lifting or module is self._model:
-                self._codes[module].mode = None
+            if name in lifting or not name:
+                self._codes[name].mode = None
             else:
-                del self._codes[module]
-                drop_hooks_(module, (Enter, Leave))
-        for module in lifting:
-            self._watch(module, None)
+                del self._codes[name]
+                drop_hooks_(model.get_submodule(name), (Enter, Leave))
+        for name in lifting:
+            self.watch(model, name, None)
 
     def _warn(self) -> None:
         self._warned = True
@@ -176,7 +190,7 @@ class Begin:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the scopes."""
         if not torch.compiler.is_compiling():
-            self.scopes.begin(args, kwargs)
+            self.scopes.begin(module, args, kwargs)
 
 
 class End:
@@ -188,18 +202,17 @@ class End:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Tell the scopes."""
         if not torch.compiler.is_compiling():
-            self.scopes.end(output)
+            self.scopes.end(module, output)
 
 
 HOOKS = (Begin, End, Enter, Leave)
 
 
-def install(model: nn.Module, names: frozenset[str], dtype: torch.dtype, masks: frozenset[nn.Module]) -> FunctionScopes:
-    """Put ``FunctionScopes`` on a model; ``drop_hooks_(module, HOOKS)`` takes them off each module."""
-    scopes = FunctionScopes(model, names, dtype, masks)
-    model.register_forward_pre_hook(Begin(scopes), with_kwargs=True, prepend=True)
+def install(model: nn.Module, scopes: FunctionScopes) -> None:
+    """Put scopes on their model; ``drop_hooks_(module, HOOKS)`` takes them off each module."""
+    model.register_forward_pre_hook(Begin(scopes), with_kwargs=True)  # in this order
     model.register_forward_hook(End(scopes))
-    return scopes
+    scopes.watch_all(model)
 
 
 def pop_ours() -> FunctionCasts | None:
@@ -213,16 +226,18 @@ def pop_ours() -> FunctionCasts | None:
 
 def _has_own_code(module: nn.Module) -> bool:
     """True iff the forward is not one of torch's modules, which call what they are named after."""
-    return not type(module).__module__.startswith(("torch.nn.modules", "mixedopt."))
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    return not scripted and not type(module).__module__.startswith(("torch.nn.modules", "mixedopt."))
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that the code of ``module`` may call and that call others."""
-    for child in module.children():
+def _called(name: str, module: nn.Module) -> Iterator[str]:
+    """Yield the names of modules that the code of ``module`` may call and that call others."""
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}".lstrip(".")
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(child)
+            yield from _called(full, child)
         elif not isinstance(child, torch.jit.ScriptModule) and (any(child.children()) or _has_own_code(child)):
-            yield child
+            yield full
 
 
 def _half_loss(output: Any, dtype: torch.dtype) -> bool:

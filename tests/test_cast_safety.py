@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +131,49 @@ def test_flattening_packed_weights_keeps_the_masters(
     assert differs(before, {name: p.detach() for name, p in model.named_parameters()})
     for name, master in optimizer.named_masters():
         assert torch.equal(master.to(dtype), model.get_parameter(name))
+
+
+def repack_(layer: nn.Module) -> None:
+    """Move the weights to one new storage, as ``flatten_parameters()`` does on a GPU."""
+    flat = torch.cat([p.detach().flatten() for p in layer.parameters()])
+    offset = 0
+    for param in layer.parameters():
+        param.data = flat[offset : offset + param.numel()].view(param.shape)
+        offset += param.numel()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_repacked_weights_are_followed(kept: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """Moved to another pack they come back, with their values; masters and weights stay one."""
+    runs = []
+    x = torch.randn(3, 2, 4, device=device)
+    for repacked in (False, True):
+        model = seeded(lambda: nn.Sequential(nn.LSTM(4, 4)), device)
+        repack_(model[0])
+        optimizer = steps(model, x, dtype, policy=CastPolicy.default().keep("0") if kept else None)
+        for _ in range(2):
+            if repacked:
+                repack_(model[0])
+            optimizer.backward(model(x)[0].square().mean())
+            optimizer.step()
+        runs.append(optimizer.master_state_dict())
+        for name, master in optimizer.named_masters():
+            assert torch.equal(master.to(model.get_parameter(name).dtype), model.get_parameter(name))
+    assert_same(runs[0], runs[1])
+
+
+def test_a_converted_model_is_freed_at_once(device: torch.device, dtype: torch.dtype) -> None:
+    """No hook keeps it alive: without waiting for the garbage collector."""
+    model = seeded(Lists, device)
+    convert(model, dtype, CastPolicy.default().keep_functions("softmax"))
+    model(torch.randn(3, 4, device=device))
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_channels_last_survives(device: torch.device, dtype: torch.dtype) -> None:

@@ -82,8 +82,10 @@ def test_a_half_kernel_equals_casting_up_and_rounding_once(name: str, device: to
     assert half.dtype == dtype
     if device.type == "cpu" and "softmax" not in name:
         assert torch.equal(half, full)
-    # A logarithm near 0 is a difference of operands of the size of x.
-    atol = ONE_ULP[dtype] * x.abs().max().item() / 2 if name == "log_softmax" else 2.0**-24
+        return
+    # A logarithm near 0 is a difference of operands of the size of x, a normalised value near 0 one of operands near 1.
+    size = {"log_softmax": x.abs().max().item(), "softmax": 2.0**-13}.get(name, 1.0)
+    atol = ONE_ULP[dtype] * size / 2
     torch.testing.assert_close(half, full, rtol=ONE_ULP[dtype], atol=atol)
     assert not torch.equal(half.float(), SAFE[name](x.float()))
 
@@ -203,7 +205,7 @@ MEETINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "conv": lambda wide, x: F.conv1d(wide[None], x[:, :, None]),
     "attention": lambda wide, x: F.scaled_dot_product_attention(wide[None], x[None], x[None], attn_mask=wide[None]),
     "index_add": lambda wide, x: x.index_add(0, torch.arange(8, device=x.device), wide),
-    "scatter_add": lambda wide, x: x.scatter_add(0, torch.zeros(8, 8, dtype=torch.long, device=x.device), wide),
+    "scatter_add": lambda wide, x: x.scatter_add(0, torch.arange(8, device=x.device)[:, None].expand(8, 8), wide),
     "index_put": lambda wide, x: x.index_put((torch.arange(8, device=x.device),), wide),
     "add": lambda wide, x: wide + x,
     "cat": lambda wide, x: torch.cat([wide, x]),
@@ -278,7 +280,7 @@ def stack(device: torch.device, dtype: torch.dtype, policy: CastPolicy = SOFT) -
 def test_only_modules_that_need_it_keep_hooks(device: torch.device, dtype: torch.dtype) -> None:
     """After the first forward: the modules that called something, and those they call; else the root alone."""
     model, x, labels = stack(device, dtype, CastPolicy.default())
-    assert modes(model) == {""}
+    assert modes(model) == {"", "blocks.0", "blocks.1"}
     model(x)
     assert modes(model) == {""}
     model(x, labels)

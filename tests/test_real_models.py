@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import assert_same, differs, hook_counts
+from models import assert_same, hook_counts
 from nets import ResNet, UNet
 from torch import Tensor, nn
 
@@ -210,7 +210,6 @@ def test_a_listed_softmax_returns_fp32_and_the_rest_is_unchanged(
     first = loss_of(model, batch)
     assert expected.isfinite()
     assert abs(first.item() - expected.item()) < DISTANCE[dtype] * expected.item()
-    assert differs(first.detach(), expected.detach())
     for _ in range(3):
         optimizer.backward(loss_of(model, batch))
         optimizer.step()

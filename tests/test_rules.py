@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import pickle
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +25,9 @@ WIDTHS = ("half", "fp32")
 
 class MyLinear(nn.Linear):
     """A type of the user's own."""
+
+    class Inner(nn.Module):
+        """A type inside a type."""
 
 
 class Net(nn.Module):
@@ -110,15 +117,124 @@ def test_an_island_with_a_half_hole_casts_at_every_border(device: torch.device, 
     assert not torch.equal(found, seeded(Net, device)(x))
 
 
+def test_an_fp32_island_inside_a_half_block_casts_at_every_border(device: torch.device, dtype: torch.dtype) -> None:
+    """The numbers are those of casts written by hand; the island is not rounded on the way through."""
+    model = seeded(Net, device)
+    reference = copy.deepcopy(model)
+    convert(model, dtype, CastPolicy.none().half("body").rule("body.1.0", param="fp32", compute="fp32", output="half"))
+    x = torch.randn(3, 4, device=device)
+
+    out = reference.body[0].to(dtype)(x.to(dtype))
+    out = reference.body[1][0](out.float()).to(dtype)
+    expected = reference.head.to(dtype)(reference.body[1][1].to(dtype)(out)).float()
+
+    found = model(x)
+    assert torch.equal(expected, found)
+    assert not torch.equal(found, seeded(Net, device).to(dtype)(x.to(dtype)).float())
+    assert {n for n, p in model.named_parameters() if p.dtype == torch.float32} == {"body.1.0.weight", "body.1.0.bias"}
+
+
+def test_objects_are_compared_by_identity(device: torch.device) -> None:
+    """Never element by element: equal values are not the same parameter, and a comparison is no tensor."""
+    one, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    first, second = CastPolicy.none().keep(one), CastPolicy.none().keep(other)
+    assert first == CastPolicy.none().keep(one) is not first
+    assert (first == second) is False
+    assert (Rule(one) == Rule("ones")) is (Rule(nn.Linear(1, 1)) == Rule(nn.Linear)) is False
+    assert len({first, second, CastPolicy.none().keep(one)}) == 2
+    assert Rule(one).matches_param("x", one)
+    assert not Rule(one).matches_param("x", other)
+    layer = nn.Linear(1, 1)
+    assert Rule(layer) == Rule(layer) != Rule(nn.Linear(1, 1))
+
+
+def test_policies_are_composed_and_copied() -> None:
+    """Every call gives a new value, the old one is as it was, and copies are equal."""
+    policy = CastPolicy.default().keep("head").rule("lm", output="fp32").keep_functions("softmax").leaving("t")
+    longer = policy.half("head").returning("half")
+    assert policy != longer
+    assert longer.rules[1:] == policy.rules
+    assert [rule.match for rule in longer.rules[:3]] == ["head", "lm", "head"]
+    for twin in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), eval(repr(CastPolicy.none()))):
+        assert twin in (policy, CastPolicy.none())
+        assert hash(twin) in (hash(policy), hash(CastPolicy.none()))
+    assert CastPolicy.default().keep_functions("softmax", "softmax", nn.functional.softmax) == CastPolicy.default(
+    ).keep_functions("softmax")  # fmt: skip
+
+
+def test_a_predicate_is_asked_for_every_module_by_name(device: torch.device, dtype: torch.dtype) -> None:
+    """The root's name is empty, a module that stands twice is asked for twice, any truth will do."""
+    asked: list[tuple[str, str]] = []
+
+    def predicate(name: str, module: nn.Module) -> Any:
+        asked.append((name, type(module).__name__))
+        return "yes" if name == "again" else 0
+
+    model = Net().to(device)
+    model.add_module("again", model.head)
+    convert(model, dtype, CastPolicy.none().keep(predicate))
+    names = ["", "body", "body.0", "body.1", "body.1.0", "body.1.1", "head", "again"]
+    assert [name for name, _ in asked] == names
+    assert dict(asked)[""] == "Net"
+    assert model.head.weight.dtype == torch.float32
+    assert model.body[0].weight.dtype == dtype
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="rules are looked up in a dict by their hash")
+def test_a_predicate_needs_no_hash(device: torch.device, dtype: torch.dtype) -> None:
+    """Anything that can be called with a name and a module."""
+
+    class Predicate:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, name: str, module: nn.Module) -> bool:
+            return name == "head"
+
+    assert kept(Net().to(device), CastPolicy.none().keep(Predicate()), dtype) == {"head"}
+
+
+@pytest.mark.parametrize("name", ["quantised", "everything else"])
+@pytest.mark.xfail(strict=True, reason="an optional rule of the user's equals one that the plan makes for itself")
+def test_no_name_is_reserved(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """A module may be called as the plan's own rules are."""
+    model = nn.Sequential()
+    model.add_module(name, nn.LayerNorm(4))
+    model.to(device)
+    convert(model, dtype, CastPolicy((Rule(name, required=False), *CastPolicy.default().rules)))
+    assert model[0].weight.dtype == dtype
+
+
+@pytest.mark.parametrize("preset", ["default", "none", "fp32"])
+def test_a_preset_says_what_stays_fp32(preset: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Norms only; nothing; everything."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)).to(device)
+    wide = {"default": {"1"}, "none": set(), "fp32": {"0", "1"}}[preset]
+    assert kept(model, CastPolicy.from_string(preset), dtype) == wide
+    assert CastPolicy.from_string(preset) == getattr(CastPolicy, preset)()
+    convert(model, dtype, getattr(CastPolicy, preset)())
+    seen = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    out = model(torch.randn(2, 4, device=device))
+    assert (out.dtype, *seen) == (torch.float32, dtype if preset == "none" else torch.float32)
+
+
 @pytest.mark.parametrize(
-    "rule", ["nothing", nn.LSTM, lambda name, module: False, nn.Linear(1, 1), nn.Parameter(torch.ones(1))]
+    "rule",
+    ["nothing", nn.LSTM, lambda name, module: False, nn.Linear(1, 1), nn.Parameter(torch.ones(1))],
+    ids=["name", "type", "predicate", "module", "parameter"],
 )
 def test_a_rule_that_matches_nothing_changes_nothing(rule: Any, device: torch.device, dtype: torch.dtype) -> None:
     """It raises before the first parameter is converted, whatever its kind."""
     model = two_group_model(device)
-    before = copy.deepcopy(model.state_dict())
+    before, classes = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match="matches no module and no parameter"):
         convert(model, dtype, CastPolicy.default().keep("hidden").half(rule))
+    assert_same(dict(before), dict(model.state_dict()))
+    assert set(hook_counts(model).values()) == {0}
+    assert [type(module) for module in model.modules()] == classes
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="matches no module and no parameter"):
+        MixedPrecisionOptimizer(inner, model, dtype=dtype, policy=CastPolicy.default().keep(rule))
     assert_same(dict(before), dict(model.state_dict()))
     assert set(hook_counts(model).values()) == {0}
     convert(model, dtype, CastPolicy.default())  # a preset's rules need no match
@@ -126,11 +242,32 @@ def test_a_rule_that_matches_nothing_changes_nothing(rule: Any, device: torch.de
 
 # -- three widths -----------------------------------------------------------------
 
-KINDS = {
+
+class Ids(nn.Module):
+    """Makes token ids of values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[..., 0] > 0).long()
+
+
+class Attends(nn.Module):
+    """Attention of a sequence to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(4, 4),
-    "Sequential": lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+    "Embedding": lambda: nn.Embedding(2, 4),
     "LayerNorm": lambda: nn.LayerNorm(4),
-    "Attention": lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+    "Sequential": lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+    "MultiheadAttention": Attends,
+    "Encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
 }
 
 
@@ -143,27 +280,115 @@ def test_the_three_widths_are_as_said(
 ) -> None:
     """Parameters, what is computed in, and what comes out; gradients reach the parameters and the masters move."""
     width = {"half": dtype, "fp32": torch.float32}
-    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), KINDS[kind](), nn.Linear(4, 4)), device)
-    policy = CastPolicy.none().rule("1", param=param, compute=compute, output=output)
+    first = Ids if kind == "Embedding" else lambda: nn.Linear(4, 4)
+    model = seeded(lambda: nn.Sequential(first(), KINDS[kind](), nn.Linear(4, 4)), device)
+    name = "1.attention" if kind == "MultiheadAttention" else "1"
+    policy = CastPolicy.none().rule(name, param=param, compute=compute, output=output)
     optimizer = MixedPrecisionOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, dtype=dtype, loss_scale=1.0, policy=policy
     )
-    seen: dict[str, torch.dtype] = {}
-    inside = model[1][0] if kind == "Sequential" else model[1]
-    inside.register_forward_pre_hook(lambda module, args: seen.update(input=args[0].dtype))
-    model[1].register_forward_hook(lambda module, args, out: seen.update(output=out.dtype))
+    ruled = model.get_submodule(name)
+    inside = ruled[0] if kind == "Sequential" else ruled
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        names = [path.rpartition(".") for path, _ in module.named_parameters()]
+        weights = {getattr(module.get_submodule(path), leaf).dtype for path, _, leaf in names}
+        seen.update(input=args[0].dtype, weights=weights)
+
+    def look_after(module: nn.Module, args: Any, out: Any) -> None:
+        seen.update(output=(out[0] if isinstance(out, tuple) else out).dtype)
+
+    inside.register_forward_pre_hook(look)
+    ruled.register_forward_hook(look_after)
     before = {name: master.clone() for name, master in optimizer.named_masters()}
 
     loss = model(torch.randn(2, 3, 4, device=device)).square().mean()
     optimizer.backward(loss)
+    grads = {n: p.grad for n, p in model[1].named_parameters()}
+    assert {g.dtype for g in grads.values() if g is not None} == {p.dtype for p in model[1].parameters()}
+    assert all(g is not None and g.isfinite().all() for g in grads.values())
     optimizer.step()
 
     assert {p.dtype for p in model[1].parameters()} == {width[param]}
-    mixed = kind == "LayerNorm" and (param, compute, output) == ("fp32", "fp32", "half")
-    assert seen == {"input": dtype if mixed else width[compute], "output": width[output]}
+    widens_inside = kind == "LayerNorm" and (param, compute, output) == ("fp32", "fp32", "half")
+    given_ = torch.int64 if kind == "Embedding" else dtype if widens_inside else width[compute]
+    # an encoder's parts cast for themselves
+    weights = {width[param] if kind == "Encoder" else width[compute]}
+    assert seen == {"input": given_, "weights": weights, "output": width[output]}
     assert not optimizer.last_step.skipped
     moved = [name for name, master in optimizer.named_masters() if not torch.equal(before[name], master)]
     assert len(moved) >= len(before) - 1  # attention's key bias has no gradient
+
+
+@pytest.mark.parametrize("output", WIDTHS)
+@pytest.mark.parametrize("compute", WIDTHS)
+@pytest.mark.parametrize("param", WIDTHS)
+def test_the_numbers_of_three_widths_are_those_of_casts_by_hand(
+    param: Any, compute: Any, output: Any, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Weights are rounded to ``param``, then cast to ``compute`` with the input, the result to ``output``."""
+    width = {"half": dtype, "fp32": torch.float32}
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4)), device)
+    weight, bias = (p.detach().clone() for p in model[0].parameters())
+    convert(model, dtype, CastPolicy.none().rule("0", param=param, compute=compute, output=output))
+    x = torch.randn(3, 4, device=device)
+    weight, bias = (value.to(width[param]).to(width[compute]) for value in (weight, bias))
+    y = nn.functional.linear(x.to(dtype).to(width[compute]), weight, bias)
+
+    found = model(x)
+
+    assert found.dtype == torch.float32
+    assert torch.equal(y.to(width[output]).float(), found)
+    assert not torch.equal(seeded(lambda: nn.Sequential(nn.Linear(4, 4)), device)(x), found)
+
+
+class Scaled(nn.Module):
+    """A block with a parameter of its own around two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 1.1))
+        self.body, self.router = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.router(self.body(x * self.scale))
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RuntimeError,
+    reason="CastParameters hides the parameters of all inner modules, also of those that another rule decides",
+)
+@pytest.mark.parametrize("param", WIDTHS)
+def test_a_rule_for_a_block_does_not_reach_into_an_exception_from_it(
+    param: Any, device: torch.device, dtype: torch.dtype
+) -> None:
+    """The router inside has one width of its own, whatever is done to the parameters around it."""
+    other = {"half": "fp32", "fp32": "half"}[param]
+    model = seeded(lambda: nn.Sequential(Scaled()), device)
+    policy = CastPolicy.none().rule("0", param=param, compute=other)
+    convert(model, dtype, policy.rule("0.router", param=param, compute=param))
+    seen = []
+    model[0].router.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
+    model(torch.randn(3, 4, device=device)).sum().backward()
+    width = torch.float32 if param == "fp32" else dtype
+    assert seen == [(width, width)]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="the backward of a cast from fp32 to half takes no sparse gradient"
+)
+def test_a_sparse_embedding_has_three_widths(device: torch.device, dtype: torch.dtype) -> None:
+    """Its sparse gradient reaches the fp32 parameter, or the policy is refused."""
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)).to(device)
+    try:
+        convert(model, dtype, CastPolicy.none().rule("0", param="fp32", compute="half"))
+    except ValueError:
+        return
+    model(torch.arange(3, device=device)).sum().backward()
+    assert model[0].weight.grad.dtype == torch.float32
 
 
 def test_parameters_are_cast_for_the_forward_only(device: torch.device, dtype: torch.dtype) -> None:
@@ -192,15 +417,15 @@ def test_packed_weights_need_one_width(make: Any, device: torch.device, dtype: t
 
 # -- text and JSON ------------------------------------------------------------------
 
-names = st.one_of(
-    st.sampled_from(
-        ["head", "*.router", "layers.[0-3].*", 'a"b', "a;b", "a=b", "a b", "é.ü", "{x}", "<x>", "x?", "default"]
-    ),
-    st.text(min_size=1, max_size=6),
+AWKWARD = 'head *.router layers.[0-3].* default * ? é.ü 模型 a,b + \' < > <x> { } {x} = ; ?= x? \\ " a"b a;b a=b'.split(
+    " "
 )
-types = st.sampled_from([nn.Linear, nn.GroupNorm, nn.Module, nn.modules.conv._ConvNd, MyLinear, Net])
+names = st.one_of(
+    st.sampled_from([*AWKWARD, "a b", " a", "a ", "a\n", "\x1c", "\u2028"]), st.text(min_size=1, max_size=6)
+)
+kinds = st.sampled_from([nn.Linear, nn.GroupNorm, nn.Module, nn.modules.conv._ConvNd, MyLinear, MyLinear.Inner, Net])
 width = st.sampled_from(WIDTHS)
-rules = st.builds(Rule, st.one_of(names, types), width, width, width, st.booleans())
+rules = st.builds(Rule, st.one_of(names, kinds), width, width, width, st.booleans())
 presets = st.sampled_from([CastPolicy.default(), CastPolicy.none(), CastPolicy.fp32()])
 
 
@@ -226,6 +451,17 @@ def test_a_policy_comes_back_from_its_text_and_its_json(policy: CastPolicy) -> N
         assert str(again) == str(policy)
 
 
+@given(names, st.lists(names, min_size=1, max_size=3))
+def test_a_name_in_a_text_matches_what_it_matched(name: str, others: list[str]) -> None:
+    """A rule that came back from a text matches the same modules."""
+    rule = CastPolicy.none().keep(name).rules[0]
+    again = CastPolicy.from_string(str(CastPolicy.none().keep(name))).rules[0]
+    assert [rule.matches(other, nn.Module()) for other in others] == [
+        again.matches(other, nn.Module()) for other in others
+    ]
+    assert again is not rule
+
+
 def test_presets_have_short_texts() -> None:
     """What everybody uses is a word."""
     texts = [str(policy) for policy in (CastPolicy.default(), CastPolicy.none(), CastPolicy.fp32())]
@@ -235,7 +471,11 @@ def test_presets_have_short_texts() -> None:
     assert str(policy.leaving("t").returning("half")).endswith("; functions+=cumsum; leave=t; output=half")
 
 
-@pytest.mark.parametrize("match", [lambda name, module: True, nn.Linear(1, 1), nn.Parameter(torch.ones(2))])
+@pytest.mark.parametrize(
+    "match",
+    [lambda name, module: True, nn.Linear(1, 1), nn.Parameter(torch.ones(2))],
+    ids=["predicate", "module", "parameter"],
+)
 def test_what_no_text_brings_back_prints_all_the_same(match: Any) -> None:
     """A function or an object has a text to read, no JSON, and cannot be parsed."""
     policy = CastPolicy.default().keep(match)
@@ -260,6 +500,41 @@ def test_a_text_that_is_no_policy_is_refused(text: str) -> None:
     assert "this" not in set(sys.modules) - before
 
 
+@pytest.mark.xfail(strict=True, reason="getattr on a module runs its __getattr__, which may import")
+def test_a_type_of_a_lazy_module_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package such as transformers imports what it is asked for: it is not asked."""
+    lazy, asked = types.ModuleType("lazy"), []
+
+    def imports(name: str) -> type:
+        asked.append(name)
+        return nn.Linear
+
+    monkeypatch.setattr(lazy, "__getattr__", imports, raising=False)
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(ValueError, match="is not known here"):
+        CastPolicy.from_string("<lazy.Net>=fp32; default")
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rules": [{"type": 3}]},
+        {"leave": ["a.b"]},
+        {"leave": "abc"},
+        {"rules": [{"name": "a", "required": "no"}]},
+        {"surprise": 1},
+    ],
+    ids=["type", "name of an argument", "string", "not a bool", "unknown field"],
+)
+@pytest.mark.xfail(strict=True, reason="from_json checks the fields of a rule, and no more")
+def test_a_json_that_is_almost_a_policy_is_refused(change: dict[str, Any]) -> None:
+    """With the same kind of error."""
+    data = {**json.loads(CastPolicy.none().to_json()), **change}
+    with pytest.raises(ValueError, match="CastPolicy"):
+        CastPolicy.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", "3", '{"rules": 3}', '{"rules": [{}], "functions": [], "leave": []}'])
 def test_a_json_that_is_no_policy_is_refused(text: str) -> None:
     """With one kind of error."""
@@ -278,6 +553,14 @@ def test_a_json_that_is_no_policy_is_refused(text: str) -> None:
         lambda: CastPolicy.default().keep_functions(len),
         lambda: CastPolicy.default().leaving("a.b"),
         lambda: CastPolicy(rules=("head",)),
+        lambda: CastPolicy(output="quarter"),
+        lambda: CastPolicy.default().keep(None),
+        lambda: CastPolicy.default().keep(nn.Parameter),
+        lambda: CastPolicy.default().keep(torch.ones(1)),
+        lambda: CastPolicy.default().keep(b"head"),
+        lambda: CastPolicy.default().half(dict),
+        lambda: CastPolicy.default().leaving(3),
+        lambda: CastPolicy.default().keep_functions(3),
     ],
 )
 def test_a_wrong_word_is_refused_where_it_is_written(make: Any) -> None:

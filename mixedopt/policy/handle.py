@@ -31,7 +31,7 @@ from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
 from mixedopt.masters import HALF_DTYPES, MasterWeights
 from mixedopt.norms import MIXED
-from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
+from mixedopt.policy.plan import QUANTISED, CastPlan, ModuleCasts, check_fits, plan_casts
 from mixedopt.policy.rules import CastPolicy
 
 PLAIN = {mixed: plain for plain, mixed in MIXED.items()}
@@ -72,10 +72,9 @@ class PolicyHandle:
         self._owners: list[weakref.ref[Owner]] = []
         self._originals: dict[nn.Parameter, Tensor] = {}
         self._dtypes: dict[nn.Parameter, torch.dtype] = {}
-        policy = plan.policy
-        self._scopes: scopes.FunctionScopes | None = None
-        if policy.functions or plan.masks:
-            self._scopes = scopes.install(plan.model, frozenset(policy.functions), plan.dtype, plan.masks)
+        self._scopes = _scopes(plan)
+        if self._scopes is not None:
+            scopes.install(plan.model, self._scopes)
         for casts in plan.casts:
             self._hook(casts)
         self._hook_root()
@@ -178,6 +177,14 @@ class PolicyHandle:
         self._handles.append(root.register_forward_hook(RootOutputs(self.plan.output, self)))
         for module in hookable(root):  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
+
+
+def _scopes(plan: CastPlan) -> scopes.FunctionScopes | None:
+    """Return where function rules hold, ``None`` if there are none."""
+    if not (plan.policy.functions or plan.masks):
+        return None
+    alone = frozenset(module for module, decided in plan.decisions.items() if decided.rule is QUANTISED)
+    return scopes.FunctionScopes(plan.model, frozenset(plan.policy.functions), plan.dtype, plan.masks, alone)
 
 
 def convert(model: nn.Module, dtype: torch.dtype = torch.float16, policy: CastPolicy | None = None) -> PolicyHandle:
