@@ -77,6 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=torch.device(default))
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds over the arms")
     parser.add_argument("--bf16", action="store_true", help="bf16 instead of fp16")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, help="which ways; the first is the base")
     parser.add_argument("--tiny", action="store_true", help="models that take no time")
     return parser.parse_args(argv)
 
@@ -100,6 +101,8 @@ def tiny() -> tuple[Setup, ...]:
         Setup("GPT", lambda: GPT2LMHeadModel(gpt), 64, 2, 8),
     )
 
+
+ARMS = (BASE, "norms", "norms + losses", "mode everywhere", "norms cast", "norms rounded", "autocast")
 
 # -- the arms --------------------------------------------------------------------------------------------------------
 
@@ -151,16 +154,13 @@ class Arm:
             param.grad = None
 
 
-ARMS = (BASE, "norms", "norms + losses", "mode everywhere", "norms cast", "norms rounded", "autocast")
-
-
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
 def report(setup: Setup, dtype: torch.dtype, args: argparse.Namespace) -> dict[str, float]:
     """Measure and print one model."""
     ids = torch.randint(setup.vocabulary, (setup.batch, setup.length), device=args.device)
-    arms = {name: Arm(name, setup, args.device, dtype) for name in ARMS}
+    arms = {name: Arm(name, setup, args.device, dtype) for name in args.arms}
     found = {name: Figures([], [], *memory(arm, ids)) for name, arm in arms.items()}
     for round_ in tqdm(range(args.rounds + 5), desc=setup.name, leave=False):
         for name, arm in arms.items():
@@ -168,12 +168,13 @@ def report(setup: Setup, dtype: torch.dtype, args: argparse.Namespace) -> dict[s
             if round_ >= 5:
                 found[name].seconds.append(seconds)
                 found[name].host.append(host)
-    print(f"{setup.name:<22} {'ms':>8} {'x half':>8} {'host ms':>8} {'x half':>8} {'saved MB':>9} {'peak MB':>9}")
+    base = found[args.arms[0]]
+    print(f"{setup.name:<22} {'ms':>8} {'x first':>8} {'host ms':>8} {'x first':>8} {'saved MB':>9} {'peak MB':>9}")
     ratios = {}
     for name, figures in found.items():
-        ratios[name] = paired(figures.seconds, found[BASE].seconds)
+        ratios[name] = paired(figures.seconds, base.seconds)
         ms, host_ms = (1e3 * statistics.median(values) for values in (figures.seconds, figures.host))
-        host = paired(figures.host, found[BASE].host)
+        host = paired(figures.host, base.host)
         memory_mb = f"{figures.saved / 1e6:9.1f} {figures.peak / 1e6:9.1f}"
         print(f"{name:<22} {ms:8.2f} {ratios[name]:8.3f} {host_ms:8.2f} {host:8.3f} {memory_mb}")
     print()

@@ -22,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 from mixedopt.casting import cast, lowered
 
 # fmt: off
-LOSS_FUNCTIONS: tuple[str, ...] = (
+LOSS_FUNCTIONS: tuple[str, ...] = tuple(name for name in (
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy",
     "ctc_loss", "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss",
+    "linear_cross_entropy",
     "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss",
     "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss",
     "triplet_margin_loss", "triplet_margin_with_distance_loss",
-)
+) if hasattr(F, name))
 # Torch wants one dtype here; an fp32 operand beside a half one becomes half.
 PRODUCTS = frozenset([
     "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bilinear", "bmm",
@@ -37,7 +38,7 @@ PRODUCTS = frozenset([
 ])
 # Torch wants the source in the dtype of the target, the first argument.
 WRITES = frozenset([
-    "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "masked_scatter",
+    "__setitem__", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "masked_scatter",
     "masked_scatter_", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
     "scatter_reduce_",
 ])

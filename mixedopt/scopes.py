@@ -10,6 +10,7 @@ to lift the mode there.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -121,7 +122,8 @@ class FunctionScopes:
         """Before a forward of the root: watch everything if it is of a new kind."""
         given = tuple(sorted([key for key, value in kwargs.items() if value is not None]))
         kind = (model.training, torch.is_grad_enabled(), len(args), given)
-        self.clear()
+        if self._left_over() and not _runs_already(model):
+            self.clear()
         self._learning = None if kind in self._known else kind
         if self._learning is not None:
             for name, mode in self._modes.items():
@@ -139,10 +141,12 @@ class FunctionScopes:
 
     def clear(self) -> None:
         """Take away what a KeyboardInterrupt left in force: torch calls no hook for it."""
-        while isinstance(top := _get_current_function_mode(), FunctionCasts):  # type: ignore[no-untyped-call]
-            if not any(top is mode for mode in self._modes.values()):
-                return
+        while self._left_over():
             _pop_mode()  # type: ignore[no-untyped-call]
+
+    def _left_over(self) -> bool:
+        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        return isinstance(top, FunctionCasts) and any(top is mode for mode in self._modes.values())
 
     def watch(self, model: nn.Module, name: str, mode: FunctionCasts | None) -> None:
         """Put a mode in force in one module, or lift that of its callers."""
@@ -161,7 +165,8 @@ class FunctionScopes:
 
     def _settle(self, model: nn.Module) -> None:
         acting = {name for name, mode in self._modes.items() if mode.acted}
-        lifting = {child for name in acting for child in _called(name, model.get_submodule(name))} - acting
+        names = {module: name for name, module in model.named_modules()}  # one each, also of a shared module
+        lifting = {names[child] for name in acting for child in _called(model.get_submodule(name))} - acting
         for name in list(self._codes):
             if name in acting:
                 continue
@@ -226,18 +231,25 @@ def pop_ours() -> FunctionCasts | None:
 
 def _has_own_code(module: nn.Module) -> bool:
     """True iff the forward is not one of torch's modules, which call what they are named after."""
-    scripted = isinstance(module, torch.jit.ScriptModule)
-    return not scripted and not type(module).__module__.startswith(("torch.nn.modules", "mixedopt."))
+    return not type(module).__module__.startswith(("torch.", "mixedopt."))
 
 
-def _called(name: str, module: nn.Module) -> Iterator[str]:
-    """Yield the names of modules that the code of ``module`` may call and that call others."""
-    for child_name, child in module.named_children():
-        full = f"{name}.{child_name}".lstrip(".")
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that the code of ``module`` may call and that call others."""
+    for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(full, child)
-        elif not isinstance(child, torch.jit.ScriptModule) and (any(child.children()) or _has_own_code(child)):
-            yield full
+            yield from _called(child)
+        elif _has_own_code(child) or (any(child.children()) and not isinstance(child, torch.jit.ScriptModule)):
+            yield child
+
+
+def _runs_already(model: nn.Module) -> bool:
+    """True iff the forward of ``model`` that begins is one within another. Looks at the call stack."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 2
 
 
 def _half_loss(output: Any, dtype: torch.dtype) -> bool:
