@@ -120,8 +120,8 @@ class FunctionScopes:
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward of the root: watch everything if it is of a new kind."""
-        given = tuple(sorted([key for key, value in kwargs.items() if value is not None]))
-        kind = (model.training, torch.is_grad_enabled(), len(args), given)
+        given = tuple([_given(value) for value in args]), _given(kwargs)
+        kind = (model.training, torch.is_grad_enabled(), given)
         if self._left_over() and not _runs_already(model):
             self.clear()
         self._learning = None if kind in self._known else kind
@@ -250,6 +250,13 @@ def _runs_already(model: nn.Module) -> bool:
         calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
         frame = frame.f_back  # type: ignore[assignment]
     return calls == 2
+
+
+def _given(value: Any) -> Any:
+    """Return what an argument says about the way through the code: whether it is there, and its keys."""
+    if isinstance(value, dict):
+        return tuple(sorted([str(key) for key, item in value.items() if item is not None]))
+    return value is not None
 
 
 def _half_loss(output: Any, dtype: torch.dtype) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from models import seeded
 from torch import Tensor, nn
 
 from mixedopt import CastPolicy, convert
-from mixedopt.casting import cast, lowered
+from mixedopt.casting import CastInputs, cast, lowered
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -116,6 +117,100 @@ def test_what_is_no_floating_tensor_is_the_same_object(value: Any, dtype: torch.
     assert cast([torch.ones(1), value], dtype)[1] is value
 
 
+def test_torch_s_own_tuples_are_cast(dtype: torch.dtype) -> None:
+    """What ``max`` returns, and a packed sequence: values are cast, indices are not."""
+    largest = cast(torch.ones(3, 2).max(0), dtype)
+    assert (largest.values.dtype, largest.indices.dtype) == (dtype, torch.int64)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    found = cast(packed, dtype)
+    assert type(found) is type(packed)
+    assert found.data.dtype == dtype
+    assert found.batch_sizes is packed.batch_sizes
+
+
+def test_a_cast_is_differentiable_in_a_container(dtype: torch.dtype) -> None:
+    """The gradient goes through to the caller's tensor, in its own dtype."""
+    x = torch.ones(2, requires_grad=True)
+    cast({"a": [x]}, dtype)["a"][0].sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_a_hook_that_has_nothing_to_do_changes_nothing(dtype: torch.dtype) -> None:
+    """The commonest call, a tensor of the right dtype, is not even looked into."""
+    hook, x = CastInputs(dtype), torch.ones(2, dtype=dtype)
+    assert hook(nn.Identity(), (x,), {}) is None
+    args, kwargs = hook(nn.Identity(), (x, None), {"y": x})
+    assert args[0] is kwargs["y"] is x
+    args, kwargs = hook(nn.Identity(), (x.float(), 3), {"y": [x.float(), 3]})
+    assert (args[0].dtype, kwargs["y"][0].dtype, args[1], kwargs["y"][1]) == (dtype, dtype, 3, 3)
+
+
+@dataclasses.dataclass
+class Doubled:
+    """A dataclass that computes when it is made."""
+
+    x: Tensor
+    count: int = dataclasses.field(init=False, default=0)
+    factor: dataclasses.InitVar[int] = 1
+
+    def __post_init__(self, factor: int) -> None:
+        self.x = self.x * (2 if self.count == 0 else factor)
+
+
+@dataclasses.dataclass
+class Needs:
+    """A dataclass whose constructor takes what it does not keep."""
+
+    x: Tensor
+    factor: dataclasses.InitVar[int]
+
+    def __post_init__(self, factor: int) -> None:
+        self.factor_squared = factor * factor
+
+
+@pytest.mark.xfail(strict=True, reason="dataclasses.replace makes the object anew")
+@pytest.mark.parametrize("value", [Doubled(torch.ones(1)), Needs(torch.full((1,), 2.0), 3)], ids=["fields", "InitVar"])
+def test_a_dataclass_is_copied_not_made_anew(value: Any, dtype: torch.dtype) -> None:
+    """What its constructor computed stays, and what was set on it since."""
+    value = copy.copy(value)
+    value.count, value.note = 7, "mine"
+    found = cast(value, dtype)
+    assert found.x.item() == value.x.item() == 2
+    assert found.x.dtype == dtype
+    assert (found.count, found.note) == (7, "mine")
+    assert found is not value
+
+
+class Pair(list[Any]):
+    """A list that is made of two arguments."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__([first, second])
+
+
+class Twin(tuple[Any, ...]):
+    """A tuple that is made of two arguments."""
+
+    def __new__(cls, first: Any, second: Any) -> Twin:
+        return super().__new__(cls, (first, second))
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="the type is called with one list")
+@pytest.mark.parametrize("kind", [Pair, Twin])
+def test_a_container_with_a_constructor_of_its_own_is_cast(kind: Any, dtype: torch.dtype) -> None:
+    """A subclass of list or tuple need not be made of one iterable."""
+    found = cast(kind(torch.ones(1), 3), dtype)
+    assert type(found) is kind
+    assert (found[0].dtype, found[1]) == (dtype, 3)
+
+
+@pytest.mark.xfail(strict=True, reason="a container is copied if anything inside has another dtype, left alone or not")
+def test_a_container_of_what_is_left_is_the_same_object(dtype: torch.dtype) -> None:
+    """If all that would be cast is left alone, nothing is to be done."""
+    value = {"t": torch.ones(1), "n": 3}
+    assert cast(value, dtype, frozenset({"t"})) is value
+
+
 # -- arguments that are left alone ----------------------------------------------------
 
 
@@ -163,6 +258,54 @@ def test_a_named_argument_arrives_as_it_was_given(how: str, island: bool, dtype:
     assert rest.dtype == (torch.float32 if island else dtype)
 
 
+class Positions(nn.Module):
+    """Takes arguments by position only, and any number more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, t: Tensor, /, *rest: Tensor) -> Tensor:
+        self.got = (t, *rest)
+        return self.layer(x)
+
+
+def test_a_positional_only_argument_is_left(dtype: torch.dtype) -> None:
+    """It has a name, too; those after it are cast."""
+    model = Positions()
+    convert(model, dtype, CastPolicy.default().leaving("t"))
+    t = torch.ones(1)
+    model(torch.ones(1, 1), t, t, t)
+    assert model.got[0] is t
+    assert {v.dtype for v in model.got[1:]} == {dtype}
+
+
+@pytest.mark.xfail(strict=True, reason="of *rest, only the first position is known")
+def test_all_of_the_further_arguments_are_left(dtype: torch.dtype) -> None:
+    """The name of ``*rest`` stands for every one of them."""
+    model = Positions()
+    convert(model, dtype, CastPolicy.default().leaving("rest"))
+    t = torch.ones(1)
+    model(torch.ones(1, 1), t, t, t)
+    assert [v is t for v in model.got] == [False, True, True]
+
+
+@pytest.mark.parametrize("rule", ["keep", "fp32 weights", "half weights", "hole"])
+def test_a_named_argument_is_left_under_every_rule(rule: str, dtype: torch.dtype) -> None:
+    """At a border of any widths, and where an island has a half part."""
+    policy = {
+        "keep": CastPolicy.default().keep("inner"),
+        "fp32 weights": CastPolicy.default().rule("inner", param="fp32", compute="half", output="fp32"),
+        "half weights": CastPolicy.default().rule("inner", param="half", compute="fp32"),
+        "hole": CastPolicy.default().keep("inner").half("inner.layer"),
+    }[rule]
+    model, t = Outer(), torch.tensor([2049.0], dtype=torch.float64)
+    convert(model, dtype, policy.leaving("timesteps", "scale"))
+    model(torch.ones(1, 1), t, scale=t)
+    assert model.inner.got[1] is model.inner.got[2] is t
+    assert model.inner.got[0].dtype == (dtype if rule == "fp32 weights" else torch.float32)
+
+
 def test_a_name_that_no_forward_takes_is_refused(dtype: torch.dtype) -> None:
     """Before anything is changed."""
     model = nn.Sequential(nn.Linear(1, 1))
@@ -195,10 +338,38 @@ def test_a_finite_value_below_the_range_becomes_the_lowest(value: float, dtype: 
         assert torch.equal(found, plain) or (found.isnan() and plain.isnan())
 
 
+@pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_are_lowered_from_every_wider_range(source: torch.dtype, dtype: torch.dtype) -> None:
+    """From the range of the source to that of the target; the shape stays, and what is in range."""
+    value = torch.tensor([[torch.finfo(source).min, 1.0], [-torch.inf, torch.inf]], dtype=source)
+    found = lowered(value, dtype)
+    assert found.dtype == dtype
+    assert found.tolist() == [[torch.finfo(dtype).min, 1.0], [-torch.inf, torch.inf]]
+    assert lowered(value[:, :0], dtype).shape == (2, 0)
+    assert lowered(value[0, 0], dtype).item() == torch.finfo(dtype).min
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.xfail(strict=True, raises=(NotImplementedError, RuntimeError), reason="a sparse tensor has no ==")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_sparse_input_reaches_the_model(layout: str, device: torch.device, dtype: torch.dtype) -> None:
+    """An adjacency matrix is no mask; it is cast as it is."""
+    model = seeded(Timed, device)
+    convert(model, dtype)
+    matrix = torch.eye(3, device=device)
+    model(torch.ones(1, 1, device=device), matrix.to_sparse() if layout == "coo" else matrix.to_sparse_csr())
+    assert model.got[1].dtype == dtype
+    assert torch.equal(model.got[1].to_dense(), matrix.to(dtype))
+
+
 def test_a_tensor_with_a_gradient_keeps_its_infinity(dtype: torch.dtype) -> None:
     """An activation that overflows must be seen; its gradient is that of a cast."""
     value = torch.tensor([torch.finfo(torch.float32).min], requires_grad=True)
-    assert lowered(value, dtype).isneginf()
+    found = lowered(value, dtype)
+    assert found.isneginf()
+    found.backward()
+    assert value.grad.item() == 1
+    assert lowered(value.detach(), dtype).item() == torch.finfo(dtype).min
 
 
 def test_a_mask_of_the_model_is_lowered_at_its_door(device: torch.device, dtype: torch.dtype) -> None:

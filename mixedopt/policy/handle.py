@@ -162,7 +162,8 @@ class PolicyHandle:
         if casts.mixed is not None:
             module.__class__ = casts.mixed
         if casts.inputs is not None:
-            lower |= isinstance(module, nn.MultiheadAttention)  # which takes masks
+            # Masks come to attention and to modules of the user, not to linear layers.
+            lower |= any(module.children()) or not type(module).__module__.startswith("torch.nn.modules")
             hook = CastInputs(casts.inputs, casts.leave, casts.positions, lower=lower)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if casts.params is not None:
