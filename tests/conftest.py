@@ -11,7 +11,7 @@ from pairs import Bench
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
 settings.register_profile("dev", max_examples=50, **COMMON)
-settings.register_profile("ci", max_examples=200, **COMMON)
+settings.register_profile("ci", max_examples=100, **COMMON)
 settings.register_profile("thorough", max_examples=2000, **COMMON)
 # These tensors are too small to be shared out: a second thread only waits.
 torch.set_num_threads(1)

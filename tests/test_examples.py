@@ -131,7 +131,7 @@ def blocks(language: str, file: str = "README.md") -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (ROOT / file).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/recipes.md"])
+@pytest.mark.parametrize("file", ["README.md", "docs/recipes.md", "docs/cast-policy.md"])
 def test_the_python_blocks_of_a_page_run(file: str) -> None:
     """A newcomer can paste them, one after the other."""
     assert blocks("python", file)
