@@ -54,7 +54,13 @@ def cast(value: Any, dtype: torch.dtype, leave: frozenset[str] = NOTHING, *, low
                 new[key] = cast(item, dtype, leave, lower=lower)
         return new
     names = [f.name for f in dataclasses.fields(value) if f.init and f.name not in leave]
-    return dataclasses.replace(value, **{n: cast(getattr(value, n), dtype, leave, lower=lower) for n in names})
+    changed = {n: cast(getattr(value, n), dtype, leave, lower=lower) for n in names}
+    if torch.compiler.is_compiling():  # which traces no copy
+        return dataclasses.replace(value, **changed)
+    new = copy.copy(value)  # not made anew: what its constructor did is not done twice
+    for name, item in changed.items():
+        object.__setattr__(new, name, item)
+    return new
 
 
 def lowered(value: Any, dtype: torch.dtype) -> Any:
@@ -68,9 +74,15 @@ def lowered(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
+    plain = value.requires_grad or value.layout != torch.strided
+    if plain or torch.finfo(dtype).min <= torch.finfo(value.dtype).min:
+        return value.to(dtype)
+    return held(value, dtype)
+
+
+def held(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``lowered``, for one tensor that may require a gradient."""
     half = value.to(dtype)
-    if value.requires_grad or torch.finfo(dtype).min <= torch.finfo(value.dtype).min:
-        return half
     return torch.where((half == -torch.inf) & (value != -torch.inf), torch.finfo(dtype).min, half)
 
 
@@ -157,12 +169,15 @@ class CastParameters:
     takes them away again; gradients reach the parameters themselves.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, inside: frozenset[str] = frozenset({""})) -> None:
         self.dtype = dtype
+        self.inside = inside
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hide the parameters of the module and of what is inside it."""
-        for inner in module.modules():
+        """Hide the parameters of the module and of what is inside it under the same rule."""
+        for path, inner in module.named_modules():
+            if path not in self.inside:
+                continue
             for name, param in inner._parameters.items():
                 if param is not None and param.dtype in CASTABLE and param.dtype != self.dtype:
                     inner.__dict__[name] = param.to(self.dtype)

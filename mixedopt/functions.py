@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mixedopt.casting import cast, lowered
+from mixedopt.casting import cast, held, lowered
 
 # fmt: off
 LOSS_FUNCTIONS: tuple[str, ...] = tuple(name for name in (
@@ -48,7 +48,9 @@ CONSTANTS = ADDITIONS | frozenset([
     "mul", "__mul__", "__rmul__", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
 ])
 # fmt: on
-FILLS = frozenset(["fill_", "masked_fill_"])
+FILLS = frozenset(["fill_", "masked_fill_", "mul_", "__imul__", "__setitem__", "index_fill", "index_fill_"])
+# Out of place, what is added makes half scores fp32; in place, it is done in fp32 and written back.
+IN_PLACE = {"add_": torch.add, "sub_": torch.sub, "__iadd__": torch.add, "__isub__": torch.sub}
 SOFTMAX = frozenset(["log_softmax", "softmax", "softmin"])
 
 
@@ -107,17 +109,21 @@ class FunctionCasts(TorchFunctionMode):
         elif name in PRODUCTS:
             if self._mixed(args, kwargs):
                 return func(*self._acting(lowered(args, self.dtype)), **lowered(kwargs, self.dtype))
-        elif name in WRITES:
-            if isinstance(args[0], Tensor) and self._other_than(args[0].dtype, args[1:], kwargs):
-                rest = self._acting(cast(args[1:], args[0].dtype))
-                return func(args[0], *rest, **cast(kwargs, args[0].dtype))
+        elif name in IN_PLACE:
+            if args[0].dtype == self.dtype and (self.masks or self._beyond(args, kwargs)):
+                target, more = args[0], cast(args[1:], torch.float32)
+                wide = IN_PLACE[name](self._acting(target.float()), *more, **cast(kwargs, torch.float32))
+                return target.copy_(held(wide, self.dtype))
+        elif name in WRITES and isinstance(args[0], Tensor) and self._other_than(args[0].dtype, args[1:], kwargs):
+            rest = self._acting(lowered(args[1:], args[0].dtype))
+            return func(args[0], *rest, **lowered(kwargs, args[0].dtype))
         elif name in CONSTANTS:
             adding = self.masks and name in ADDITIONS
             if (adding and self._has_half(args, kwargs)) or self._beyond(args, kwargs):
                 return func(*self._acting(cast(args, torch.float32)), **cast(kwargs, torch.float32))
         elif name in FILLS and self._beyond(args, kwargs):
-            lowest = torch.finfo(self.dtype).min
-            args = self._acting(tuple(max(a, lowest) if isinstance(a, (int, float)) else a for a in args))
+            args = self._acting(tuple([self._held(a) for a in args]))
+            kwargs = {key: self._held(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
     def _in_fp32(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,6 +133,11 @@ class FunctionCasts(TorchFunctionMode):
         if name == "cross_entropy" and (loss := _cross_entropy(*args, **kwargs)) is not None:
             return loss
         return func(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+
+    def _held(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return lowered(value, self.dtype) if value.dim() == 0 else value
+        return max(value, torch.finfo(self.dtype).min) if isinstance(value, (int, float)) else value
 
     def _acting(self, args: Any) -> Any:
         if not torch.compiler.is_compiling():

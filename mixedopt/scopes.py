@@ -255,8 +255,8 @@ def _runs_already(model: nn.Module) -> bool:
 def _given(value: Any) -> Any:
     """Return what an argument says about the way through the code: whether it is there, and its keys."""
     if isinstance(value, dict):
-        return tuple(sorted([str(key) for key, item in value.items() if item is not None]))
-    return value is not None
+        return tuple(sorted([(str(key), _given(item)) for key, item in value.items() if item is not None], key=str))
+    return value if isinstance(value, bool) else value is not None
 
 
 def _half_loss(output: Any, dtype: torch.dtype) -> bool:

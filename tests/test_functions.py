@@ -473,7 +473,7 @@ class Flexible(nn.Module):
         "positional",
         "key",
         # A half loss is noticed when it comes out, and the next forward is watched again.
-        pytest.param("flag", marks=pytest.mark.xfail(strict=True, reason="both flags are given")),
+        "flag",
         pytest.param("attribute", marks=pytest.mark.xfail(strict=True, reason="no argument says so")),
     ],
 )
@@ -893,7 +893,7 @@ def test_a_constant_that_half_can_hold_changes_nothing(value: float, device: tor
     seen: list[Tensor] = []
 
     def function(x: Tensor) -> Tensor:
-        beyond = torch.finfo(dtype).max * 4
+        beyond = torch.finfo(torch.float32).max
         seen.extend([x.masked_fill(x > 0, value), torch.where(x > 0, x, value), x.masked_fill(x > 0, beyond)])
         return x
 
@@ -903,7 +903,6 @@ def test_a_constant_that_half_can_hold_changes_nothing(value: float, device: tor
     assert [tensor.dtype for tensor in seen] == [dtype, dtype, torch.float32]
 
 
-@pytest.mark.xfail(strict=True, reason="in place, half scores take no lower value than -inf")
 @pytest.mark.parametrize("module", [True, False], ids=["module", "called"])
 @pytest.mark.parametrize("how", ["+=", "-=", "add_", "[mask] =", "masked_fill_ 0-d"])
 def test_a_mask_constant_written_in_place_stays_finite(
@@ -911,7 +910,7 @@ def test_a_mask_constant_written_in_place_stays_finite(
 ) -> None:
     """``scores += mask`` and ``scores[mask] = value``, as many models have it."""
     if how == "+=" and dtype == torch.bfloat16:
-        pytest.xfail("the lowest bf16 less 17 is the lowest bf16")
+        pytest.skip("the lowest bf16 less 17 is the lowest bf16")
     _mask_stays_finite(how, NEVER["finfo32"], module, device, dtype)
 
 

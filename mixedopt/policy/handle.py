@@ -167,7 +167,7 @@ class PolicyHandle:
             hook = CastInputs(casts.inputs, casts.leave, casts.positions, lower=lower)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if casts.params is not None:
-            self._handles.append(module.register_forward_pre_hook(CastParameters(casts.params)))
+            self._handles.append(module.register_forward_pre_hook(CastParameters(casts.params, casts.inside)))
             self._handles.append(module.register_forward_hook(ShowParameters(), always_call=True))
         if casts.outputs is not None:
             outputs = CastOutputs(casts.outputs)

@@ -73,6 +73,7 @@ class ModuleCasts:
     outputs: torch.dtype | None = None
     params: torch.dtype | None = None
     mixed: type[nn.Module] | None = None
+    inside: frozenset[str] = frozenset({""})
     leave: frozenset[str] = frozenset()
     positions: frozenset[int] = frozenset()
 
@@ -192,7 +193,7 @@ class _Ranks:
         modules = list(self._model.named_modules(remove_duplicate=False))
         params = list(self._model.named_parameters(remove_duplicate=False))
         for rank, rule in enumerate(self.rules):
-            if rule in REASONS:
+            if rank in (0, 1, self._last):  # the plan's own
                 continue
             hits = [module for name, module in modules if rule.matches(name, module)]
             own = [param for name, param in params if rule.matches_param(name, param)]
@@ -252,6 +253,9 @@ def _casts(
     found = []
     for module, decided in decisions.items():
         casts = ModuleCasts(module, params=_forward_params(module, decided, params))
+        if casts.params is not None:
+            same = frozenset(n for n, m in module.named_modules() if ranks.first[m] == ranks.first[module])
+            casts = replace(casts, inside=same)
         if module is model:
             casts = replace(casts, inputs=decided.compute)
         elif decided.rule is not QUANTISED:
@@ -292,6 +296,11 @@ def _forward_params(
     asked = decided.rule.param != decided.rule.compute or decided.compute == torch.float32
     if not asked or own <= {decided.compute}:
         return None
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        raise ValueError(
+            f"CastPolicy: {decided.reason} has param and compute differ for a sparse {type(module).__name__}, whose "
+            "gradient no cast takes. Give both the same width."
+        )
     if isinstance(module, nn.RNNBase):
         raise ValueError(
             f"CastPolicy: {decided.reason} has param and compute differ for a {type(module).__name__}, whose "

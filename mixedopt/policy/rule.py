@@ -79,7 +79,7 @@ class Rule:
         return self if name is None else replace(self, match=escaped(name))
 
     def _key(self) -> tuple[Any, ...]:
-        by_identity = isinstance(self.match, (nn.Module, nn.Parameter))
+        by_identity = isinstance(self.match, (nn.Module, nn.Parameter)) or type(self.match).__hash__ is None
         match = id(self.match) if by_identity else self.match
         return (by_identity, match, self.param, self.compute, self.output, self.required)
 

@@ -100,8 +100,12 @@ def fields_of_json(text: str) -> dict[str, Any]:
     try:
         data = dict(json.loads(text))
         rules = tuple(_rule_of_json(dict(rule)) for rule in data.pop("rules"))
-        return {"rules": rules, **{key: tuple(data.pop(key)) for key in LISTS}, "output": data.pop("output")}
-    except (KeyError, TypeError, json.JSONDecodeError) as e:
+        lists = {key: _names(data.pop(key)) for key in LISTS}
+        fields = {"rules": rules, **lists, "output": data.pop("output")}
+        if data:
+            raise KeyError(*data)
+        return fields
+    except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"CastPolicy.from_json({text[:80]!r}): is not the JSON of a policy.") from e
 
 
@@ -130,7 +134,15 @@ def _rule(part: str) -> Rule:
     return Rule(_type(head["type"]) if head["type"] else named, *widths, required=not head["q"])
 
 
+def _names(items: object) -> tuple[str, ...]:
+    if not isinstance(items, list) or not all(isinstance(item, str) and item.isidentifier() for item in items):
+        raise TypeError(items)
+    return tuple(items)
+
+
 def _rule_of_json(rule: dict[str, Any]) -> Rule:
+    if not isinstance(rule.get("required", True), bool) or not isinstance(rule.get("type", ""), str):
+        raise TypeError(rule)
     kind = rule.pop("type", None)
     return Rule(match=_type(kind) if kind is not None else rule.pop("name"), **rule)
 
@@ -141,7 +153,7 @@ def _type(name: str) -> type[nn.Module]:
     for cut in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:cut]))
         for part in parts[cut:] if found is not None else ():
-            found = getattr(found, part, None)
+            found = vars(found).get(part) if hasattr(found, "__dict__") else None
         if isinstance(found, type) and issubclass(found, nn.Module):
             return found
     raise ValueError(f"CastPolicy: the type {name!r} is not known here. Import its module first.")
