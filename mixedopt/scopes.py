@@ -153,8 +153,10 @@ class FunctionScopes:
         if name in self._codes:
             self._codes[name].mode = mode
             return
+        module = _submodule(model, name)
+        if module is None:
+            return
         code = self._codes[name] = OwnCode(mode)
-        module = model.get_submodule(name)
         module.register_forward_pre_hook(Enter(code))
         module.register_forward_hook(Leave(code), always_call=True)
 
@@ -166,7 +168,8 @@ class FunctionScopes:
     def _settle(self, model: nn.Module) -> None:
         acting = {name for name, mode in self._modes.items() if mode.acted}
         names = {module: name for name, module in model.named_modules()}  # one each, also of a shared module
-        lifting = {names[child] for name in acting for child in _called(model.get_submodule(name))} - acting
+        callers = [module for name in acting if (module := _submodule(model, name)) is not None]
+        lifting = {names[child] for caller in callers for child in _called(caller)} - acting
         for name in list(self._codes):
             if name in acting:
                 continue
@@ -174,7 +177,8 @@ class FunctionScopes:
                 self._codes[name].mode = None
             else:
                 del self._codes[name]
-                drop_hooks_(model.get_submodule(name), (Enter, Leave))
+                if (module := _submodule(model, name)) is not None:
+                    drop_hooks_(module, (Enter, Leave))
         for name in lifting:
             self.watch(model, name, None)
 
@@ -241,6 +245,16 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         elif _has_own_code(child) or (any(child.children()) and not isinstance(child, torch.jit.ScriptModule)):
             yield child
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """Return the module of that name, ``None`` if it was taken out of the model since."""
+    module: Any = model
+    for part in name.split(".") if name else ():
+        module = module._modules.get(part)
+        if module is None:
+            return None
+    return module  # type: ignore[no-any-return]
 
 
 def _runs_already(model: nn.Module) -> bool:

@@ -988,3 +988,16 @@ def test_a_row_that_is_truly_minus_infinity_is_a_skip(device: torch.device, dtyp
     optimizer.step()
     assert optimizer.last_step.skipped
     assert_same(before, snapshot(model, None)["weights"])
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_module_may_be_taken_out_or_replaced(when: str, device: torch.device, dtype: torch.dtype) -> None:
+    """The model goes on without it, before and after what its code calls was learnt."""
+    model, x, labels = stack(device, dtype)
+    if when == "later":
+        model(x, labels)
+    del model.blocks[1]
+    model.plain = nn.Identity()
+    for _ in range(2):
+        assert model(x, labels).dtype == torch.float32
+        assert model.eval()(x).isfinite().all()
