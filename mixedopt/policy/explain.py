@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,20 @@ from torch import Tensor, nn
 
 from mixedopt.casting import RootOutputs
 from mixedopt.masters import HALF_DTYPES, beyond_range
-from mixedopt.policy.dry_run import Calls, dry_run
-from mixedopt.policy.handle import PolicyHandle, check_model_and_policy, unwrap
-from mixedopt.policy.plan import CastPlan, plan_casts
+from mixedopt.policy.dry_run import Calls, dry_run, rule_name
+from mixedopt.policy.handle import PLAIN, PolicyHandle, check_model_and_policy, unwrap
+from mixedopt.policy.plan import CastPlan, Decision, plan_casts
 from mixedopt.policy.rules import CastPolicy
 
-VANISHES = 2.0**-24  # the smallest value that fp16 holds
+SMALLEST = 2.0**-24  # above zero in fp16
 SHORT: Mapping[Any, str] = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # As many equal addends a half sum takes; the next one is less than half a unit in its last place.
 STALLS = {torch.float16: 2**11, torch.bfloat16: 2**8}
 PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
-MOST = (36, 16, 7, 7, 7, 26, 14, 14)  # characters of a column
+SCREEN = 120  # characters of a line
+# Column -> characters it keeps, in the order in which columns give way: type, rule, module, type again.
+GIVES_WAY = ((1, 14), (5, 18), (0, 28), (1, 8))
+ADDED = "added since the conversion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Row:
         param_dtype: of its own parameters; ``None`` without, ``"mixed"`` if they differ.
         compute_dtype: what it computes in.
         output_dtype: what it returns.
-        rule: what decided, as text.
+        rule: what decided, as text; ``"added since the conversion"`` where nothing was.
         parameters: how many it owns; tied ones count where they come first.
         bytes: what these take after conversion.
     """
@@ -75,12 +79,13 @@ class Explanation:
     def __str__(self) -> str:
         head = ("module", "type", "param", "compute", "output", "rule", "parameters", "bytes")
         lines = [head, *_folded(self.rows)]
-        widths = [min(max(len(line[i]) for line in lines), most) for i, most in enumerate(MOST)]
+        widths = _widths(lines)
         text = [_aligned(line, widths) for line in lines]
         text.insert(1, "-" * (sum(widths) + 2 * len(widths) - 2))
         saved = f"{self.fp32_bytes:,} bytes in fp32"
-        text.append(f"\n{self.parameters:,} parameters, {self.bytes:,} bytes; {saved}. Policy: {self.policy}")
-        return "\n".join([*text, *(f"! {warning}" for warning in self.warnings)])
+        totals = f"{self.parameters:,} parameters, {self.bytes:,} bytes; {saved}. Policy: {self.policy}"
+        below = [line for entry in (totals, *(f"! {warning}" for warning in self.warnings)) for line in _wrapped(entry)]
+        return "\n".join([*text, "", *below])
 
 
 def explain(
@@ -98,7 +103,9 @@ def explain(
         dtype: fp16 or bf16; that of a conversion in force counts.
         inputs: one batch, for a dry run (in eval mode, without gradients) that
             finds functions no module rule reaches and ids that repeat: a
-            tensor, a tuple of arguments, or a dict of keyword arguments.
+            tensor, a tuple of arguments, or a dict of keyword arguments. An
+            fp32 model does not show where its code casts up itself; the same
+            model converted does.
 
     Returns:
         Rows, totals and warnings; ``print`` shows them as a table.
@@ -147,26 +154,27 @@ def _plan(root: nn.Module, policy: CastPolicy | None, dtype: torch.dtype) -> Cas
 
 
 def _rows(plan: CastPlan) -> Iterator[Row]:
-    dtypes = {p: plan.dtypes.get(name, p.dtype) for name, p in plan.model.named_parameters()}
+    converted = any(isinstance(hook, RootOutputs) for hook in plan.model._forward_hooks.values())
+    dtypes = {p: p.dtype if converted else plan.dtypes.get(n, p.dtype) for n, p in plan.model.named_parameters()}
     counted: set[nn.Parameter] = set()
-    above: dict[str, str] = {}
+    named: dict[str, Decision | None] = {}
     for name, module in plan.model.named_modules():
-        decided = plan.decisions[module]
-        above[name] = decided.reason
+        decided = named[name] = plan.decisions.get(module)
         own = list(module.parameters(recurse=False))
-        begins = not name or above.get(name.rpartition(".")[0]) != decided.reason
+        begins = not name or named.get(name.rpartition(".")[0]) != decided
         if not (own or begins or any(True for _ in module.buffers(recurse=False))):
             continue
         new = [p for p in own if p not in counted]
         counted.update(own)
         kinds = {dtypes[p] for p in own}
+        untouched = next((d for d in kinds if d.is_floating_point), torch.float32)
         yield Row(
             name,
-            type(module).__name__.removeprefix("Mixed"),
+            PLAIN.get(type(module), type(module)).__name__,
             None if not kinds else kinds.pop() if len(kinds) == 1 else "mixed",
-            decided.compute,
-            decided.output if name else plan.output,
-            decided.reason,
+            decided.compute if decided else untouched,
+            plan.output if not name else decided.output if decided else untouched,
+            decided.reason if decided else ADDED,
             sum(p.numel() for p in new),
             sum(p.numel() * dtypes[p].itemsize for p in new),
         )
@@ -176,23 +184,25 @@ def _rows(plan: CastPlan) -> Iterator[Row]:
 
 
 def _folded(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return lines of cells, those that differ in one number only as one line."""
-    lines: dict[tuple[Any, ...], list[Row]] = {}
+    """Return lines of cells, those that differ in the numbers of their names only as one line."""
+    alike: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        lines.setdefault(
-            (_shape(row.module), row.type, row.param_dtype, row.compute_dtype, row.rule, row.bytes), []
-        ).append(row)
-    return [_cells(same) for same in lines.values()]
+        key = (row.type, row.param_dtype, row.compute_dtype, row.output_dtype, row.rule, row.parameters, row.bytes)
+        alike.setdefault((_shape(row.module), *key), []).append(row)
+    lines = []
+    for same in alike.values():
+        of = {row.module: row for row in same}
+        lines += [_cells(name, [of[each] for each in names]) for name, names in _merged(list(of)).items()]
+    return lines
 
 
-def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     first = rows[0]
-    name = first.module or "(model)"
-    if len(rows) > 1:
-        name = f"{_ranges([row.module for row in rows])} ({len(rows)}x)"
     size, bytes_ = sum(row.parameters for row in rows), sum(row.bytes for row in rows)
-    dtypes = [SHORT.get(d, str(d or "")) for d in (first.param_dtype, first.compute_dtype, first.output_dtype)]
-    return (name, first.type, *dtypes, first.rule, f"{size:,}" if size else "", f"{bytes_:,}" if size else "")
+    kinds = (first.param_dtype, first.compute_dtype, first.output_dtype)
+    dtypes = [SHORT.get(kind, str(kind or "").removeprefix("torch.")) for kind in kinds]
+    rule = first.rule.replace("<torch.nn.", "<")
+    return (name or "(model)", first.type, *dtypes, rule, f"{size:,}" if size else "", f"{bytes_:,}" if size else "")
 
 
 def _shape(name: str) -> str:
@@ -200,23 +210,60 @@ def _shape(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1#", name)
 
 
-def _ranges(names: Sequence[str]) -> str:
-    """Return one name for several that differ in their numbers: ``layers.0-11.q``."""
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(c[0] if len(set(c)) == 1 else f"{min(c, key=int)}-{max(c, key=int)}" for c in columns)
+def _merged(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return names of one shape, the last of their numbers first, as ranges: ``layers.0-5,7.q`` -> what it stands for.
+
+    A range stands for no name that is not there: of 0.0, 0.1 and 1.0 it makes 0.0-1 and 1.0.
+    """
+    found = {tuple(name.split(".")): [name] for name in names}
+    for at in reversed(range(len(next(iter(found))))):
+        groups: dict[tuple[Any, ...], dict[str, list[str]]] = {}
+        for parts, held in found.items():
+            groups.setdefault((parts[:at], parts[at + 1 :]), {})[parts[at]] = held
+        found = {
+            (*before, _runs(list(group)), *after): [name for held in group.values() for name in held]
+            for (before, after), group in groups.items()
+        }
+    return {".".join(parts): held for parts, held in found.items()}
+
+
+def _runs(parts: Sequence[str]) -> str:
+    """Return numbers as text: ``0-2,5``. One part alone need be no number."""
+    if len(parts) == 1:
+        return parts[0]
+    runs: list[list[int]] = []
+    for number in sorted(map(int, parts)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _widths(lines: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return the widths of the columns; some give way if a line would not fit the screen, numbers never."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for column, least in GIVES_WAY:
+        excess = sum(widths) + 2 * len(widths) - 2 - SCREEN
+        if excess > 0:
+            widths[column] = min(widths[column], max(least, widths[column] - excess))
+    return widths
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    shown = [_shortened(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    shown = [_shortened(c, w, w // (2 if i else 8)) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
     numbers = len(cells) - 2  # the last two columns
     padded = [f"{c:<{w}}" if i < numbers else f"{c:>{w}}" for i, (c, w) in enumerate(zip(shown, widths, strict=True))]
     return "  ".join(padded).rstrip()
 
 
-def _shortened(cell: str, width: int) -> str:
-    """Return the cell, its middle left out if it is too long."""
-    front = width // 2
+def _shortened(cell: str, width: int, front: int) -> str:
+    """Return the cell, some of its middle left out if it is too long. The end of a module's name says most."""
     return cell if len(cell) <= width else f"{cell[:front]}~{cell[len(cell) - (width - front - 1) :]}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, SCREEN, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 # -- the warnings ------------------------------------------------------------------------------------------------------
@@ -225,38 +272,54 @@ def _shortened(cell: str, width: int) -> str:
 def _warnings(plan: CastPlan, calls: Calls | None) -> Iterator[str]:
     if calls is not None:
         yield from _call_warnings(plan, calls)
-    yield from _dimension_warnings(plan)
+    yield from _dimension_warnings(plan, set() if calls is None else calls.products)
     yield from _range_warnings(plan)
     if calls is not None:
         yield from _id_warnings(plan, calls)
+    unknown = [(name, m) for name, m in plan.model.named_modules() if m not in plan.decisions]
+    added = [name for name, module in unknown if any(True for _ in module.parameters(recurse=False))]
+    if added:
+        yield (
+            f"{_several(added)}: {ADDED}, so no cast stands before it. Undo the conversion with its handle's remove(), "
+            "and convert anew."
+        )
 
 
 def _call_warnings(plan: CastPlan, calls: Calls) -> Iterator[str]:
+    half = {name for name, m in plan.model.named_modules() if m in plan.decisions and _computes_half(plan, m)}
     for kind, modules in calls.functions.items():
-        names = [n for n in modules if plan.decisions[plan.model.get_submodule(n)].compute == plan.dtype]
-        functions = sorted({f for n in names for f in modules[n]} - set(plan.policy.functions))
+        functions = sorted({f for n in modules if n in half for f in modules[n]} - set(plan.policy.functions))
         if not functions:
             continue
+        where = _several([n or "(model)" for n in modules if n in half and modules[n] & set(functions)])
         if kind.safe:
             what = "Half kernels accumulate it in fp32 and round once; keep_functions() only if you want fp32 results"
         else:
-            what = f"In half it loses small terms or overflows: policy.keep_functions({functions[0]!r})"
-        where = _several([n or "(model)" for n in names if set(functions) & modules[n]])
+            half_only = "In half" if calls.half else "In half, unless the code casts up itself,"
+            what = f"{half_only} it loses small terms or overflows: {_keep_functions(functions)}"
         yield f"{', '.join(functions)} called in {where}: no module rule reaches that. {what}."
 
 
-def _dimension_warnings(plan: CastPlan) -> Iterator[str]:
+def _computes_half(plan: CastPlan, module: nn.Module) -> bool:
+    return plan.decisions[module].compute == plan.dtype
+
+
+def _keep_functions(functions: Sequence[str]) -> str:
+    """Return the call that keeps these in fp32, and which must be written in another way to be reached."""
+    kept = ", ".join(repr(name) for name in dict.fromkeys(map(rule_name, functions)))
+    other = [f"{rule_name(name)} for {name}" for name in functions if rule_name(name) != name]
+    return f"policy.keep_functions({kept})" + (f", and write {', '.join(other)}" if other else "")
+
+
+def _dimension_warnings(plan: CastPlan, multiplied: set[nn.Parameter]) -> Iterator[str]:
     found: dict[tuple[str, int], list[str]] = {}
-    tied = {id(p) for m in plan.model.modules() if isinstance(m, PRODUCTS) for p in m.parameters(recurse=False)}
-    for name, module in plan.model.named_modules():
-        products = isinstance(module, PRODUCTS)
-        for param_name, param in module.named_parameters(recurse=False):
-            full = f"{name}.{param_name}".lstrip(".")
-            if plan.dtypes.get(full) not in HALF_DTYPES or param.dim() < 2 or not (products or id(param) in tied):
-                continue
-            for size in param.shape[:2]:
+    products = {p for m in plan.model.modules() if isinstance(m, PRODUCTS) for p in m.parameters(recurse=False)}
+    kinds = {p: type(m).__name__ for m in plan.model.modules() for p in m.parameters(recurse=False)}
+    for name, param in plan.model.named_parameters():
+        if plan.dtypes.get(name) in HALF_DTYPES and param.dim() >= 2 and param in products | multiplied:
+            for size in dict.fromkeys(param.shape[:2]):
                 if size > 8 and size % 8:
-                    found.setdefault((type(module).__name__, size), []).append(full)
+                    found.setdefault((kinds[param], size), []).append(name)
     for (_, size), names in found.items():
         eight, many = -(-size // 8) * 8, -(-size // 64) * 64
         pad = f"{eight}" if eight == many else f"{eight} (or {many})"
@@ -266,34 +329,33 @@ def _dimension_warnings(plan: CastPlan) -> Iterator[str]:
 def _range_warnings(plan: CastPlan) -> Iterator[str]:
     for name, param in plan.model.named_parameters():
         half = plan.dtypes.get(name)
-        if half not in HALF_DTYPES or param.numel() == 0:
+        if half not in HALF_DTYPES or param.numel() == 0 or param.is_meta:
             continue
         remedy = f"policy.keep({name!r})" + (" or dtype=torch.bfloat16" if half == torch.float16 else "")
         if (size := beyond_range(param.detach(), half)) is not None:
             yield f"{name} holds {size:.4g}, which {half} cannot: {remedy}."
         elif half == torch.float16:
-            values = param.detach()
-            nonzero = int((values != 0).sum())
-            tiny = int(((values.abs() < VANISHES) & (values != 0)).sum())
+            sizes = param.detach().abs()
+            nonzero = int((sizes > 0).sum())
+            tiny = int(((sizes > 0) & (sizes < SMALLEST)).sum())
             if tiny > nonzero / 2:
-                yield f"{name}: {tiny:,} of {nonzero:,} values are below 2**-24 and vanish in fp16: {remedy}."
+                yield f"{name}: {tiny:,} of {nonzero:,} values are below 2**-24, the least fp16 holds: {remedy}."
 
 
 def _id_warnings(plan: CastPlan, calls: Calls) -> Iterator[str]:
-    for name, most in calls.repeats.items():
-        weight = f"{name}.weight".lstrip(".")
-        half = plan.dtypes.get(weight)
+    for name, param in plan.model.named_parameters():
+        half, most = plan.dtypes.get(name), calls.repeats.get(param, 0)
         if half in HALF_DTYPES and most > STALLS[half]:
             yield (
-                f"{weight}: one id occurs {most:,} times in a batch; a sum of equal half gradients stops growing after "
-                f"{STALLS[half]:,}. policy.keep({name!r})."
+                f"{name}: one id occurs {most:,} times in a batch. Where gradients are added up in half, as torch does "
+                f"on CPU, equal ones stop counting after {STALLS[half]:,}: policy.keep({name!r})."
             )
 
 
 def _several(names: Sequence[str]) -> str:
-    """Return the names, those that differ in one number only as one."""
+    """Return the names, those that differ in numbers only as one."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(_shape(name), []).append(name)
-    shown = [_ranges(same) for same in alike.values()]
+    shown = [name for same in alike.values() for name in _merged(same)]
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
