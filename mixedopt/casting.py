@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -98,6 +99,13 @@ def _needs_cast(value: Any, dtype: torch.dtype) -> bool:
         inside = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
         return any([_needs_cast(item, dtype) for item in inside])  # noqa: C419
     return False
+
+
+def quantised(tensor: Tensor) -> bool:
+    """True iff the tensor stands for values that no plain floating tensor holds: torchao's and the like."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements") and not tensor.is_nested
 
 
 class WeakHook:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from mixedopt.casting import cast, held, lowered
+from mixedopt.casting import cast, held, lowered, quantised
 
 # fmt: off
 LOSS_FUNCTIONS: tuple[str, ...] = tuple(name for name in (
@@ -158,7 +158,9 @@ class FunctionCasts(TorchFunctionMode):
 
     def _mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         found = self._dtypes(args) + self._dtypes(list(kwargs.values()))
-        return self.dtype in found and torch.float32 in found
+        if self.dtype not in found or torch.float32 not in found:
+            return False
+        return not any([isinstance(v, Tensor) and quantised(v) for v in (*args, *kwargs.values())])  # noqa: C419
 
     def _other_than(self, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         found = self._dtypes(args) + self._dtypes(list(kwargs.values()))
@@ -170,6 +172,8 @@ class FunctionCasts(TorchFunctionMode):
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 if value.dim() or value.device.type != "cpu" or value.dtype not in (torch.float32, torch.float64):
+                    continue
+                if torch._C._functorch.is_batchedtensor(value):  # has many values
                     continue
                 value = value.item()  # on the host already
             if isinstance(value, (int, float)) and largest < abs(value) < math.inf:

@@ -284,6 +284,8 @@ class MasterWeights:
 
 def beyond_range(tensor: Tensor, dtype: torch.dtype) -> float | None:
     """Return the largest finite |value| if rounding to ``dtype`` makes it inf."""
+    if tensor.is_meta:
+        return None
     lost = tensor.to(dtype).isinf() & tensor.isfinite()
     return float(tensor[lost].abs().max()) if bool(lost.any()) else None
 

@@ -109,8 +109,16 @@ class PolicyHandle:
                     self._originals[param] = param.data
                 param.grad = None
                 param.data = param.data.to(dtype)
+        self._pack_()
         if self._ddp is not None:
             rebuild_(self._ddp)
+
+    def _pack_(self) -> None:
+        """Pack recurrent layers without masters anew: scattered weights are copied in every forward on a GPU."""
+        mastered = {param for owner in self.owners for param in owner.masters.of}
+        for module in self.plan.decisions:
+            if isinstance(module, nn.RNNBase) and not mastered & set(module.parameters()):
+                module.flatten_parameters()
 
     def original(self, param: nn.Parameter) -> Tensor | None:
         """Return the fp32 values that ``param`` had before it became half, if they are still held."""
@@ -138,21 +146,28 @@ class PolicyHandle:
             handle.remove()
         if self._scopes is not None:
             self._scopes.clear()
-        for module in self.plan.model.modules():
+        for casts in (self.plan.root, *self.plan.casts):
+            if casts.params is not None:  # torch calls no hook after a KeyboardInterrupt
+                ShowParameters()(casts.module, (), None)
+        # Those that were taken out of the model since, too.
+        for module in {**dict.fromkeys(self.plan.decisions), **dict.fromkeys(self.plan.model.modules())}:
             drop_hooks_(module, scopes.HOOKS)
             module.__class__ = PLAIN.get(type(module), type(module))
         mastered = {param for owner in self.owners for param in owner.masters.of}
         for owner in self.owners:
             owner.return_to_fp32_()
         self._restore(mastered)
+        self._pack_()
         if self._ddp is not None:
             rebuild_(self._ddp)
         self._handles = []
 
     def _restore(self, mastered: set[nn.Parameter]) -> None:
         """Give parameters without a master the dtype they had, those added since fp32."""
-        for param in self.plan.model.parameters():
+        for param in {**self._dtypes, **dict.fromkeys(self.plan.model.parameters())}:
             before = self._dtypes.get(param, torch.float32 if param.dtype in HALF_DTYPES else param.dtype)
+            if mastered and before in HALF_DTYPES:  # what was trained comes back in fp32, and meets it
+                before = torch.float32
             if param not in mastered and param.dtype != before:
                 param.grad = None
                 param.data = param.data.to(before)

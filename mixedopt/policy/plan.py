@@ -171,9 +171,10 @@ class _Ranks:
         """Find the deciding rules; what parameters and buffers demand comes after what the policy says."""
         self._inherit()
         for module in self.parents:
-            if _is_atomic(module) and _is_quantised(module):
+            alone = _is_atomic(module) or not any([*child.parameters()] for child in module.children())
+            if alone and _is_quantised(module):
                 self._own[module] = 0
-            elif self.rule(module).param == "half" and _computes_with_fp32_buffers(module):
+            elif not self._keeps(self.first[module]) and _computes_with_fp32_buffers(module):
                 self._own[module] = 1
         self._inherit()
         while self._pull():
@@ -227,7 +228,7 @@ class _Ranks:
         for module in self.parents:
             if not _is_atomic(module) or self.rule(module).compute == "fp32":
                 continue
-            fp32 = [ranks[p] for p in module.parameters(recurse=False) if p in ranks and self._keeps(ranks[p])]
+            fp32 = [ranks[p] for p in _used(module) if p in ranks and self._keeps(ranks[p])]
             if fp32 and min(fp32) < self.first[module]:
                 self._own[module] = min(fp32)
                 pulled = True
@@ -249,12 +250,15 @@ def _casts(
     leave, used = frozenset(policy.leave), set[str]()
     islands = {m for m, d in decisions.items() if d.compute == torch.float32}
     # Half modules inside an island: the island's other parts then meet half values.
-    holes = any(m not in islands and any(p in islands for p in ranks.parents[m]) for m in decisions)
+    # So they do where a module inside it is outside, too, and casts what it returns.
+    around = {m: {p in islands for p in ranks.parents[m]} for m in decisions}
+    holes = any(True in kinds and (False in kinds or m not in islands) for m, kinds in around.items())
     found = []
     for module, decided in decisions.items():
         casts = ModuleCasts(module, params=_forward_params(module, decided, params))
         if casts.params is not None:
-            same = frozenset(n for n, m in module.named_modules() if ranks.first[m] == ranks.first[module])
+            every = isinstance(module, nn.MultiheadAttention)
+            same = frozenset(n for n, m in module.named_modules() if every or ranks.first[m] == ranks.first[module])
             casts = replace(casts, inside=same)
         if module is model:
             casts = replace(casts, inputs=decided.compute)
@@ -281,7 +285,7 @@ def _border(casts: ModuleCasts, decided: Decision, dtype: torch.dtype) -> Module
     if decided.rule.compute == decided.rule.output == "fp32" and casts.params is None:
         outputs = None
     if decided.compute == torch.float32 and decided.output == dtype and casts.params is None:
-        if kind in MIXED:
+        if kind in MIXED and "forward" not in vars(casts.module):  # which would call the forward it replaced
             return replace(casts, mixed=MIXED[kind], outputs=outputs)
         if kind in NATIVE and casts.module.weight is not None:  # without weights torch keeps the statistics in half
             return replace(casts, outputs=outputs)
@@ -292,8 +296,9 @@ def _forward_params(
     module: nn.Module, decided: Decision, params: Mapping[nn.Parameter, torch.dtype]
 ) -> torch.dtype | None:
     """Return what the parameters must be cast to in every forward, if they must."""
-    own = {params[p] for p in module.parameters(recurse=False) if p in params}
+    own = {params[p] for p in _used(module) if p in params}
     asked = decided.rule.param != decided.rule.compute or decided.compute == torch.float32
+    asked |= isinstance(module, nn.MultiheadAttention) and decided.rule is not QUANTISED
     if not asked or own <= {decided.compute}:
         return None
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -370,7 +375,9 @@ def _check_model(model: nn.Module) -> None:
             "conversion with its handle's remove(), or wrap the optimizer without model=."
         )
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and [*module.parameters(), *module.buffers()]:
+        if isinstance(module, torch.jit.ScriptModule) and (
+            module is model or [*module.parameters(), *module.buffers()]
+        ):
             raise ValueError(
                 f"module {name!r} is a TorchScript module: its code cannot be given half weights. Convert the model "
                 "first, and compile it with torch.compile, or script an fp32 copy for export."
@@ -397,6 +404,11 @@ def _computes_with_fp32_buffers(module: nn.Module) -> bool:
     statistics = isinstance(module, _NormBase) and module.track_running_stats
     # The weight of a parametrized module is computed from others, in fp32.
     return statistics or _is_parametrized(module)
+
+
+def _used(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that the module's own code computes with."""
+    return list(module.parameters(recurse=isinstance(module, nn.MultiheadAttention)))  # whose child is never called
 
 
 def _is_quantised(module: nn.Module) -> bool:
