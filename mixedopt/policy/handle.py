@@ -7,7 +7,7 @@ for a model without an optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from mixedopt.casting import (
 )
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
+from mixedopt.flat import plan_layout
 from mixedopt.masters import HALF_DTYPES, MasterWeights
 from mixedopt.norms import MIXED
 from mixedopt.policy.plan import QUANTISED, CastPlan, ModuleCasts, check_fits, plan_casts
@@ -94,31 +95,21 @@ class PolicyHandle:
         self._owners.append(weakref.ref(owner))
 
     def cast_(self, *, keep_originals: bool = False) -> None:
-        """Give every parameter its planned dtype, each in its own storage.
+        """Give every parameter its planned dtype.
 
         Args:
             keep_originals: hold the fp32 values of trained parameters until
                 ``forget_originals``: another optimizer may make masters of them.
         """
         params = dict(self.plan.model.named_parameters())
-        for name, dtype in self.plan.dtypes.items():
-            param = params[name]
-            self._dtypes[param] = param.dtype
-            if param.dtype != dtype:
-                if keep_originals and param.requires_grad and param.dtype == torch.float32:
-                    self._originals[param] = param.data
-                param.grad = None
-                param.data = param.data.to(dtype)
-        self._pack_()
+        planned = {params[name]: dtype for name, dtype in self.plan.dtypes.items()}
+        self._dtypes = {param: param.dtype for param in planned}
+        if keep_originals:
+            halved = [p for p, dtype in planned.items() if p.requires_grad and p.dtype == torch.float32 != dtype]
+            self._originals.update({param: param.data for param in halved})
+        _cast_(planned, self.plan.decisions)
         if self._ddp is not None:
             rebuild_(self._ddp)
-
-    def _pack_(self) -> None:
-        """Pack recurrent layers without masters anew: scattered weights are copied in every forward on a GPU."""
-        mastered = {param for owner in self.owners for param in owner.masters.of}
-        for module in self.plan.decisions:
-            if isinstance(module, nn.RNNBase) and not mastered & set(module.parameters()):
-                module.flatten_parameters()
 
     def original(self, param: nn.Parameter) -> Tensor | None:
         """Return the fp32 values that ``param`` had before it became half, if they are still held."""
@@ -157,20 +148,20 @@ class PolicyHandle:
         for owner in self.owners:
             owner.return_to_fp32_()
         self._restore(mastered)
-        self._pack_()
         if self._ddp is not None:
             rebuild_(self._ddp)
         self._handles = []
 
     def _restore(self, mastered: set[nn.Parameter]) -> None:
         """Give parameters without a master the dtype they had, those added since fp32."""
+        wanted = {}
         for param in {**self._dtypes, **dict.fromkeys(self.plan.model.parameters())}:
             before = self._dtypes.get(param, torch.float32 if param.dtype in HALF_DTYPES else param.dtype)
             if mastered and before in HALF_DTYPES:  # what was trained comes back in fp32, and meets it
                 before = torch.float32
-            if param not in mastered and param.dtype != before:
-                param.grad = None
-                param.data = param.data.to(before)
+            if param not in mastered:
+                wanted[param] = before
+        _cast_(wanted, self.plan.decisions)
 
     def _hook(self, casts: ModuleCasts, *, lower: bool = False) -> None:
         module = casts.module
@@ -194,6 +185,29 @@ class PolicyHandle:
         self._handles.append(root.register_forward_hook(RootOutputs(self.plan.output, self)))
         for module in hookable(root):  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
+
+
+def _cast_(wanted: Mapping[nn.Parameter, torch.dtype], modules: Iterable[nn.Module]) -> None:
+    """Cast parameters whose dtype is another; those of a recurrent layer stay in one storage.
+
+    cuDNN looks for them there: scattered, they are copied in every forward.
+    """
+    changing = {param: dtype for param, dtype in wanted.items() if param.dtype != dtype}
+    packs = [m for m in modules if isinstance(m, nn.RNNBase) and changing.keys() >= set(m.parameters())]
+    named = {m: [(name, p.detach()) for name, p in m.named_parameters()] for m in packs}
+    layouts = {m: plan_layout(weights) for m, weights in named.items() if not weights[0][1].is_meta}
+    del named  # the old storage is free as soon as nothing shows it
+    for param, dtype in changing.items():
+        param.grad = None
+        param.data = param.data.to(dtype)
+    for module, layout in layouts.items():
+        if not any(slot.pack for slot in layout.slots):
+            continue
+        params = list(module.parameters())
+        flat = torch.zeros(layout.size, dtype=params[0].dtype, device=params[0].device)
+        for param, view in zip(params, layout.model_views(flat), strict=True):
+            view.copy_(param.detach())
+            param.data = view
 
 
 def _scopes(plan: CastPlan) -> scopes.FunctionScopes | None:
