@@ -32,46 +32,73 @@ LOSS_FUNCTIONS: tuple[str, ...] = tuple(name for name in (
 ) if hasattr(F, name))
 # Torch wants one dtype here; an fp32 operand beside a half one becomes half.
 PRODUCTS = frozenset([
-    "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bilinear", "bmm",
+    "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bilinear", "bmm", "cdist",
     "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "dot", "einsum", "inner", "linear", "matmul", "mm", "mv", "scaled_dot_product_attention", "tensordot",
+    "cross", "dot", "einsum", "grid_sample", "gru_cell", "inner", "lerp", "linalg_cross", "linalg_matmul",
+    "linalg_multi_dot", "linalg_vecdot", "linear", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell",
+    "rnn_tanh_cell", "scaled_dot_product_attention", "tensordot", "vdot",
 ])
 # Torch wants the source in the dtype of the target, the first argument.
 WRITES = frozenset([
-    "__setitem__", "index_add", "index_add_", "index_copy", "index_copy_", "index_put", "index_put_", "masked_scatter",
-    "masked_scatter_", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
+    "__setitem__", "addbmm_", "addmm_", "addmv_", "addr_", "baddbmm_", "index_add", "index_add_", "index_copy",
+    "index_copy_", "index_put", "index_put_", "index_reduce", "index_reduce_", "lerp_", "masked_scatter",
+    "masked_scatter_", "put", "put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
     "scatter_reduce_",
 ])
 # What puts a constant or a mask into a tensor.
 ADDITIONS = frozenset(["add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "rsub", "masked_fill", "where"])
 CONSTANTS = ADDITIONS | frozenset([
-    "mul", "__mul__", "__rmul__", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
+    "mul", "__mul__", "__rmul__", "addcmul", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
 ])
+# Other names under which torch calls a function: of its namespaces, and of operators.
+SPELLINGS = {
+    **{f"linalg_{name}": name for name in dir(torch.linalg) if name.islower()},
+    **{f"special_{name}": name for name in dir(torch.special) if name.islower()},
+    **{f"__{name}__": name for name in ("abs", "add", "matmul", "mul", "neg", "pow", "sub")},
+    **{f"__r{name}__": name for name in ("add", "div", "matmul", "mul", "pow", "sub")},
+}
 # fmt: on
 FILLS = frozenset(["fill_", "masked_fill_", "mul_", "__imul__", "__setitem__", "index_fill", "index_fill_"])
+# What makes a tensor of a constant: like a half one, or with its dtype named.
+MAKERS = frozenset(["full", "full_like", "new_full", "new_tensor", "scalar_tensor", "tensor"])
 # Out of place, what is added makes half scores fp32; in place, it is done in fp32 and written back.
 IN_PLACE = {"add_": torch.add, "sub_": torch.sub, "__iadd__": torch.add, "__isub__": torch.sub}
+# What makes a half tensor of a wider one.
+NARROWS = frozenset(["bfloat16", "half", "to", "type", "type_as"])
 SOFTMAX = frozenset(["log_softmax", "softmax", "softmin"])
 
 
 def function_name(function: str | Callable[..., Any]) -> str:
-    """Return the name of a torch function.
+    """Return the one name of a torch function, however it is spelt.
 
     Raises:
         ValueError: if there is no such function in ``torch``, in
-            ``torch.nn.functional`` or on tensors.
+            ``torch.nn.functional``, ``torch.linalg``, ``torch.special`` or on
+            tensors, or if it writes into its argument.
     """
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    if not any(callable(getattr(place, name, None)) for place in (torch, F, Tensor)):
+    given = function if isinstance(function, str) else getattr(function, "__name__", "")
+    name = spelt(given)
+    if not any(callable(getattr(place, name, None)) for place in (torch, F, Tensor, torch.linalg, torch.special)):
         raise ValueError(
-            f"CastPolicy functions: {function!r} is no function of torch, torch.nn.functional or Tensor. "
-            "Names look like 'softmax', 'cross_entropy' or 'cumsum'."
+            f"CastPolicy functions: {function!r} is no function of torch, torch.nn.functional, torch.linalg, "
+            "torch.special or Tensor. Names look like 'softmax', 'cross_entropy' or 'cumsum'."
         )
-    if name.endswith("_"):
-        raise ValueError(
-            f"CastPolicy functions: {name!r} writes into its argument, which stays half. Use {name[:-1]!r}."
-        )
+    if (other := not_in_place(name)) != name:
+        raise ValueError(f"CastPolicy functions: {given!r} writes into its argument, which stays half. Use {other!r}.")
     return name
+
+
+def spelt(name: str) -> str:
+    """Return the one name of what torch calls by several: ``pow`` for ``__rpow__``, ``norm`` for ``linalg_norm``."""
+    return SPELLINGS.get(name, name)
+
+
+def not_in_place(name: str) -> str:
+    """Return the name of the function that does not write into its argument: ``exp`` for ``exp_``."""
+    if name.startswith("__"):
+        operator = name[3:-2]
+        return operator if name.startswith("__i") and hasattr(Tensor, f"__{operator}__") else name
+    return name.removesuffix("_")
 
 
 class FunctionCasts(TorchFunctionMode):
@@ -81,8 +108,8 @@ class FunctionCasts(TorchFunctionMode):
     * A matrix product of half and fp32 operands is done in half.
     * A constant that half cannot hold, such as a mask of -1e9, makes the
       operation fp32; where it is filled in, it becomes the lowest half.
-    * With ``masks``, whatever is added to or filled into half tensors makes
-      them fp32: a softmax in fp32 comes next.
+    * With ``masks``, a softmax in fp32 comes next: what is added to half
+      tensors, or rounded to half, turns no finite value into -inf.
 
     Args:
         names: functions that run in fp32.
@@ -103,7 +130,7 @@ class FunctionCasts(TorchFunctionMode):
         """Call ``func``, with other operands where a rule says so."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in self.names:
+        if SPELLINGS.get(name, name) in self.names:
             if "out" not in kwargs:
                 return self._in_fp32(name, func, args, kwargs)
         elif name in PRODUCTS:
@@ -118,10 +145,15 @@ class FunctionCasts(TorchFunctionMode):
             rest = self._acting(lowered(args[1:], args[0].dtype))
             return func(args[0], *rest, **lowered(kwargs, args[0].dtype))
         elif name in CONSTANTS:
-            adding = self.masks and name in ADDITIONS
-            if (adding and self._has_half(args, kwargs)) or self._beyond(args, kwargs):
+            if self._beyond(args, kwargs):
                 return func(*self._acting(cast(args, torch.float32)), **cast(kwargs, torch.float32))
-        elif name in FILLS and self._beyond(args, kwargs):
+            if self.masks and name in ADDITIONS and self._all_half(args, kwargs):
+                wide = func(*self._acting(cast(args, torch.float32)), **cast(kwargs, torch.float32))
+                return held(wide, self.dtype)
+        elif name in NARROWS:
+            if self.masks:
+                return self._narrowed(args[0], func(*args, **kwargs))
+        elif (name in FILLS and self._beyond(args, kwargs)) or (name in MAKERS and self._makes_beyond(args, kwargs)):
             args = self._acting(tuple([self._held(a) for a in args]))
             kwargs = {key: self._held(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -133,6 +165,15 @@ class FunctionCasts(TorchFunctionMode):
         if name == "cross_entropy" and (loss := _cross_entropy(*args, **kwargs)) is not None:
             return loss
         return func(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+
+    def _narrowed(self, wide: Any, half: Any) -> Any:
+        """Return ``half``, which was made of ``wide``, with the lowest value where a finite one became -inf."""
+        if not isinstance(half, Tensor) or half.dtype != self.dtype or half.layout != torch.strided:
+            return half
+        if wide.dtype not in (torch.float32, torch.float64) or wide.requires_grad or quantised(wide):
+            return half
+        lost = (self._acting(wide) != -torch.inf).to(half.device) & (half == -torch.inf)
+        return torch.where(lost, torch.finfo(self.dtype).min, half)
 
     def _held(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -156,6 +197,10 @@ class FunctionCasts(TorchFunctionMode):
     def _has_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self.dtype in self._dtypes(args) or self.dtype in self._dtypes(list(kwargs.values()))
 
+    def _all_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        found = self._dtypes(args) + self._dtypes(list(kwargs.values()))
+        return self.dtype in found and torch.float32 not in found and torch.float64 not in found
+
     def _mixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         found = self._dtypes(args) + self._dtypes(list(kwargs.values()))
         if self.dtype not in found or torch.float32 not in found:
@@ -168,8 +213,16 @@ class FunctionCasts(TorchFunctionMode):
 
     def _beyond(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True iff a finite constant would become infinite in half, beside a half tensor."""
+        return self._constant_beyond((*args, *kwargs.values())) and self._has_half(args, kwargs)
+
+    def _makes_beyond(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return True iff a half tensor would be made of such a constant."""
+        like = args[0].dtype if args and isinstance(args[0], Tensor) else None
+        return (kwargs.get("dtype") or like) == self.dtype and self._constant_beyond((*args, *kwargs.values()))
+
+    def _constant_beyond(self, values: tuple[Any, ...]) -> bool:
         largest = torch.finfo(self.dtype).max
-        for value in (*args, *kwargs.values()):
+        for value in values:
             if isinstance(value, Tensor):
                 if value.dim() or value.device.type != "cpu" or value.dtype not in (torch.float32, torch.float64):
                     continue
@@ -177,7 +230,7 @@ class FunctionCasts(TorchFunctionMode):
                     continue
                 value = value.item()  # on the host already
             if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
-                return self._has_half(args, kwargs)
+                return True
         return False
 
 

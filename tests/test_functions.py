@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import pickle
 import threading
@@ -367,6 +368,19 @@ MEETINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda wide, x: _write(x, torch.arange(8, device=x.device), wide),
     "mask": lambda wide, x: _write(x, x > 0, wide[x > 0]),
     "index_put": lambda wide, x: x.index_put((torch.arange(8, device=x.device),), wide),
+    "vdot": lambda wide, x: torch.vdot(wide[0], x[0]).expand(8),
+    "linalg.matmul": lambda wide, x: torch.linalg.matmul(wide, x),
+    "linalg.multi_dot": lambda wide, x: torch.linalg.multi_dot([x, wide, x]),
+    "linalg.vecdot": lambda wide, x: torch.linalg.vecdot(wide, x),
+    "linalg.cross": lambda wide, x: torch.linalg.cross(wide[:, :3], x[:, :3]),
+    "lerp": lambda wide, x: x.lerp(wide, 0.5),
+    "prelu": lambda wide, x: F.prelu(wide, x[0]),
+    "grid_sample": lambda wide, x: F.grid_sample(x[None, None], wide[None, :, None, :2], align_corners=False),
+    "gru_cell": lambda wide, x: torch.gru_cell(wide[:, :2], x[:, :2], x[:6, :2], x[:6, :2]),
+    "lstm_cell": lambda wide, x: torch.lstm_cell(wide[:, :2], (x[:, :2], x[:, :2]), x[:, :2], x[:, :2])[0],
+    "addmm_": lambda wide, x: x.clone().addmm_(wide, x),
+    "index_reduce": lambda wide, x: x.index_reduce(0, torch.arange(8, device=x.device), wide, "amax"),
+    "put": lambda wide, x: x.put(torch.arange(64, device=x.device), wide),
     "add": lambda wide, x: wide + x,
     "cat": lambda wide, x: torch.cat([wide, x]),
     "stack": lambda wide, x: torch.stack([wide, x]),
@@ -375,6 +389,7 @@ MEETINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning")
 @pytest.mark.parametrize("name", list(MEETINGS))
 def test_an_fp32_result_may_meet_half_operands(name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Products and writes take half, the rest promotes; gradients flow."""
@@ -868,12 +883,29 @@ class Masked(nn.Module):
                 scores = scores + mask.to(scores.dtype) * torch.finfo(scores.dtype).min
             case "argument":
                 scores = scores + bias
+            case "to":
+                scores = scores + (mask.float() * self.value).to(scores.dtype)
+            case "type_as":
+                scores = scores + (mask.float() * self.value).type_as(scores)
+            case "full_like":
+                scores = torch.where(mask, torch.full_like(scores, self.value), scores)
+            case "full":
+                scores = torch.where(mask, torch.full((), self.value, dtype=scores.dtype, device=x.device), scores)
+            case "new_full":
+                scores = torch.where(mask, scores.new_full((1,), self.value), scores)
+            case "tensor":
+                scores = torch.where(mask, torch.tensor(self.value, dtype=scores.dtype, device=x.device), scores)
+            case "new_tensor":
+                scores = torch.where(mask, scores.new_tensor(self.value), scores)
+            case "addcmul":
+                scores = torch.addcmul(scores, mask.to(scores.dtype), torch.ones_like(scores), value=self.value)
         return self.soft(scores) if self.soft is not None else scores.softmax(-1)
 
 
 MASKS = [
     *("masked_fill", "masked_fill_", "masked_fill 0-d", "where", "where 0-d", "Tensor.where", "clamp", "filled"),
-    *("zeros", "fp32 zeros", "add", "alpha", "sub", "1 - mask", "lowest", "argument"),
+    *("zeros", "fp32 zeros", "add", "alpha", "sub", "1 - mask", "lowest", "argument", "to", "type_as"),
+    *("full_like", "full", "new_full", "tensor", "new_tensor", "addcmul"),
 ]
 
 
@@ -901,6 +933,30 @@ def test_a_constant_that_half_can_hold_changes_nothing(value: float, device: tor
     convert(model, dtype)
     model(torch.randn(5, 8, device=device))
     assert [tensor.dtype for tensor in seen] == [dtype, dtype, torch.float32]
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["module", "called"])
+def test_a_softmax_in_fp32_widens_no_sum_before_it(module: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """Rotary embeddings add in the code that calls the softmax: queries stay half, so their products do."""
+    seen: list[Tensor] = []
+
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.soft = nn.Linear(8, 8), nn.Softmax(-1) if module else functools.partial(F.softmax, dim=-1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.layer(x)
+            seen.extend([q, q + q.flip(-1), q - 1.0, q.masked_fill(q > 0, -1e4)])
+            seen.append(seen[1] @ seen[1].mT)
+            return self.soft(seen[-1]) @ q
+
+    model = seeded(Rotary, device)
+    convert(model, dtype, CastPolicy.default() if module else SOFT)
+    model(torch.randn(8, 8, device=device))
+    q = seen[0].clone()
+    rotated = q + q.flip(-1)
+    assert_same([q, rotated, q - 1.0, q.masked_fill(q > 0, -1e4), rotated @ rotated.mT], seen)
 
 
 @pytest.mark.parametrize("module", [True, False], ids=["module", "called"])

@@ -160,6 +160,10 @@ def test_policies_are_composed_and_copied() -> None:
         assert hash(twin) in (hash(policy), hash(CastPolicy.none()))
     assert CastPolicy.default().keep_functions("softmax", "softmax", nn.functional.softmax) == CastPolicy.default(
     ).keep_functions("softmax")  # fmt: skip
+    spelt = CastPolicy.none().keep_functions(torch.linalg.norm, torch.special.softmax, "__rpow__", "linalg_qr")
+    assert spelt.functions == ("norm", "pow", "qr", "softmax")
+    with pytest.raises(ValueError, match=r"'__ipow__' writes into its argument, which stays half\. Use 'pow'"):
+        CastPolicy.none().keep_functions("__ipow__")
 
 
 def test_a_predicate_is_asked_for_every_module_by_name(device: torch.device, dtype: torch.dtype) -> None:
@@ -539,6 +543,8 @@ def test_a_json_that_is_no_policy_is_refused(text: str) -> None:
         lambda: CastPolicy.default().returning("bf16"),
         lambda: CastPolicy.default().keep_functions("sofmax"),
         lambda: CastPolicy.default().keep_functions("exp_"),
+        lambda: CastPolicy.default().keep_functions("__ipow__"),
+        lambda: CastPolicy.default().keep_functions("linalg_sofmax"),
         lambda: CastPolicy.default().keep_functions(len),
         lambda: CastPolicy.default().leaving("a.b"),
         lambda: CastPolicy(rules=("head",)),

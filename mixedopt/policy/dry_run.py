@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
-from mixedopt.functions import LOSS_FUNCTIONS, PRODUCTS
+from mixedopt.functions import LOSS_FUNCTIONS, PRODUCTS, not_in_place, spelt
 
 HALF = frozenset({torch.float16, torch.bfloat16})
 WIDE = frozenset({torch.float32, torch.float64})
@@ -46,14 +46,9 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(LOSS_FUNCTIONS, LOSSES),
     **dict.fromkeys([
         "cosine_similarity", "cumprod", "cumsum", "logcumsumexp", "logsumexp", "mean", "nanmean", "nansum", "norm",
-        "normalize", "prod", "std", "std_mean", "sum", "var", "var_mean",
+        "normalize", "prod", "std", "std_mean", "sum", "var", "var_mean", "vector_norm",
     ], SUMS),
     **dict.fromkeys(["exp", "expm1", "pow", "square"], POWERS),
-}
-# What a function rule does not reach under the name that torch gives it.
-OTHER_NAMES: Mapping[str, str] = {
-    "__rpow__": "pow", "linalg_norm": "norm", "linalg_vector_norm": "norm", "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp", "special_softmax": "softmax",
 }
 # What a module holds beside plain attributes, and the hooks on its forward.
 HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -124,7 +119,7 @@ class _Recorder(TorchFunctionMode):
 
 def rule_name(name: str) -> str:
     """Return a name for ``keep_functions``: for what writes into its argument, the one that does not."""
-    return OTHER_NAMES.get(name) or (name if name.startswith("__") else name.removesuffix("_"))
+    return not_in_place(spelt(name))
 
 
 def dry_run(model: nn.Module, inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]) -> Calls:

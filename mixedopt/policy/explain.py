@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt.casting import RootOutputs
+from mixedopt.functions import not_in_place, spelt
 from mixedopt.masters import HALF_DTYPES, beyond_range
 from mixedopt.policy.dry_run import Calls, dry_run, rule_name
 from mixedopt.policy.handle import PLAIN, PolicyHandle, check_model_and_policy, unwrap
@@ -288,7 +289,9 @@ def _warnings(plan: CastPlan, calls: Calls | None) -> Iterator[str]:
 def _call_warnings(plan: CastPlan, calls: Calls) -> Iterator[str]:
     half = {name for name, m in plan.model.named_modules() if m in plan.decisions and _computes_half(plan, m)}
     for kind, modules in calls.functions.items():
-        functions = sorted({f for n in modules if n in half for f in modules[n]} - set(plan.policy.functions))
+        functions = sorted(
+            {f for n in modules if n in half for f in modules[n] if spelt(f) not in plan.policy.functions}
+        )
         if not functions:
             continue
         where = _several([n or "(model)" for n in modules if n in half and modules[n] & set(functions)])
@@ -307,7 +310,7 @@ def _computes_half(plan: CastPlan, module: nn.Module) -> bool:
 def _keep_functions(functions: Sequence[str]) -> str:
     """Return the call that keeps these in fp32, and which must be written in another way to be reached."""
     kept = ", ".join(repr(name) for name in dict.fromkeys(map(rule_name, functions)))
-    other = [f"{rule_name(name)} for {name}" for name in functions if rule_name(name) != name]
+    other = [f"{not_in_place(name)} for {name}" for name in functions if not_in_place(name) != name]
     return f"policy.keep_functions({kept})" + (f", and write {', '.join(other)}" if other else "")
 
 
