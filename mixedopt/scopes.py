@@ -3,8 +3,8 @@
 A mode costs about 1.5 us per torch call, so it must not run everywhere. The
 first forward of each kind (training or not, with gradients or not, which
 arguments) watches every module; afterwards hooks remain only on those whose
-code called a function that a rule changes, and on the modules that these call,
-to lift the mode there.
+code called a function that a rule changes, or names one that the policy lists,
+and on the modules that these call, to lift the mode there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
 from mixedopt.casting import drop_hooks_
-from mixedopt.functions import FunctionCasts
+from mixedopt.functions import FunctionCasts, mentions
 
 log = logging.getLogger("mixedopt")
 
@@ -113,6 +113,10 @@ class FunctionScopes:
             for name, module in model.named_modules()
             if module is model or module in masks or (module not in alone and _has_own_code(module))
         }
+        # Code that may take another way one day, without its arguments saying so.
+        self._named = {
+            name for name, module in model.named_modules() if name in self._modes and mentions(module, names)
+        }
         self._codes: dict[str, OwnCode] = {}
         self._known: set[tuple[Any, ...]] = set()
         self._learning: tuple[Any, ...] | None = None
@@ -166,7 +170,7 @@ class FunctionScopes:
             self.watch(model, name, mode)
 
     def _settle(self, model: nn.Module) -> None:
-        acting = {name for name, mode in self._modes.items() if mode.acted}
+        acting = {name for name, mode in self._modes.items() if mode.acted} | self._named
         names = {module: name for name, module in model.named_modules()}  # one each, also of a shared module
         callers = [module for name in acting if (module := _submodule(model, name)) is not None]
         lifting = {names[child] for caller in callers for child in _called(caller)} - acting

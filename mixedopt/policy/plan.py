@@ -372,8 +372,8 @@ def _check_model(model: nn.Module) -> None:
     if any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks):
         raise ValueError(
             "the model is converted already: converting it twice would round its weights again. Undo the first "
-            "conversion with its handle's remove(), or wrap the optimizer without model=. A copy of a converted model, by "
-            "deepcopy or torch.save(model), has no handle: copy it before it is converted, or load "
+            "conversion with its handle's remove(), or wrap the optimizer without model=. A copy of a converted model "
+            "(deepcopy, torch.save) has no handle: copy it before it is converted, or load "
             "optimizer.master_state_dict() into a new one."
         )
     for name, module in model.named_modules():
