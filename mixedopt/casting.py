@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -195,7 +196,9 @@ class ShowParameters:
     """Forward hook, also after an exception: take away what ``CastParameters`` put there."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Show the parameters again."""
+        """Show the parameters again, unless the module called itself and goes on with them."""
+        if not torch.compiler.is_compiling() and runs_already(module):
+            return
         for inner in module.modules():
             for name in inner._parameters:
                 inner.__dict__.pop(name, None)
@@ -245,6 +248,15 @@ class RefuseAssign:
                 "load_state_dict(assign=True): would replace the parameters of a converted model and orphan their "
                 "masters. Load without assign; values are copied into the existing parameters."
             )
+
+
+def runs_already(model: nn.Module) -> bool:
+    """True iff the forward of ``model`` that begins or ends is one within another. Looks at the call stack."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 2
 
 
 def hookable(model: nn.Module) -> Iterator[nn.Module]:

@@ -10,7 +10,6 @@ and on the modules that these call, to lift the mode there.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
-from mixedopt.casting import drop_hooks_
+from mixedopt.casting import drop_hooks_, runs_already
 from mixedopt.functions import FunctionCasts, mentions
 
 log = logging.getLogger("mixedopt")
@@ -126,7 +125,7 @@ class FunctionScopes:
         """Before a forward of the root: watch everything if it is of a new kind."""
         given = tuple([_given(value) for value in args]), _given(kwargs)
         kind = (model.training, torch.is_grad_enabled(), given)
-        if self._left_over() and not _runs_already(model):
+        if self._left_over() and not runs_already(model):
             self.clear()
         self._learning = None if kind in self._known else kind
         if self._learning is not None:
@@ -259,15 +258,6 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         if module is None:
             return None
     return module  # type: ignore[no-any-return]
-
-
-def _runs_already(model: nn.Module) -> bool:
-    """True iff the forward of ``model`` that begins is one within another. Looks at the call stack."""
-    frame, calls = sys._getframe(), 0
-    while frame is not None and calls < 2:
-        calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls == 2
 
 
 def _given(value: Any) -> Any:

@@ -593,18 +593,7 @@ RECURSIVE = {
 }
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason="the inner call shows the parameters again")]
-            if name.endswith("the call")
-            else [],
-        )
-        for name in RECURSIVE
-    ],
-)
+@pytest.mark.parametrize("policy", RECURSIVE)
 def test_a_module_that_calls_itself_computes_as_its_rule_says(
     policy: str, device: torch.device, dtype: torch.dtype
 ) -> None:
