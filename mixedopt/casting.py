@@ -38,14 +38,14 @@ def cast(value: Any, dtype: torch.dtype, leave: frozenset[str] = NOTHING, *, low
         lower: finite values below the range become its lowest value, not -inf;
             see ``lowered``.
     """
-    if not _needs_cast(value, dtype):
+    if not _needs_cast(value, dtype, leave):
         return value
     if isinstance(value, Tensor):
         return _lowered_tensor(value, dtype) if lower else value.to(dtype)
     if isinstance(value, (list, tuple)):
         names = getattr(value, "_fields", None)
         if names is None:
-            return type(value)([cast(item, dtype, leave, lower=lower) for item in value])
+            return _refilled(value, [cast(item, dtype, leave, lower=lower) for item in value])
         pairs = zip(names, value, strict=True)
         return type(value)(*[item if key in leave else cast(item, dtype, leave, lower=lower) for key, item in pairs])
     if isinstance(value, dict):
@@ -88,18 +88,35 @@ def held(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where((half == -torch.inf) & (value != -torch.inf), torch.finfo(dtype).min, half)
 
 
-def _needs_cast(value: Any, dtype: torch.dtype) -> bool:
-    """Return True iff there is a floating tensor of another dtype inside."""
+def _refilled(value: Any, items: list[Any]) -> Any:
+    """Return a list or tuple like ``value`` with other items; a subclass need not take them in its constructor."""
+    plain = type(value) in (list, tuple, torch.Size) or hasattr(value, "n_sequence_fields")  # torch.return_types
+    if plain or torch.compiler.is_compiling():
+        return type(value)(items)
+    if isinstance(value, list):
+        new = copy.copy(value)
+        new[:] = items
+        return new
+    new = tuple.__new__(type(value), items)
+    new.__dict__.update(getattr(value, "__dict__", {}))
+    return new
+
+
+def _needs_cast(value: Any, dtype: torch.dtype, leave: frozenset[str]) -> bool:
+    """Return True iff there is a floating tensor of another dtype inside, but for what is left alone."""
     if isinstance(value, Tensor):
         return value.dtype in CASTABLE and value.dtype != dtype
-    if isinstance(value, (list, tuple)):
-        return any([_needs_cast(item, dtype) for item in value])  # noqa: C419 (torch.compile traces no generator)
     if isinstance(value, dict):
-        return any([_needs_cast(item, dtype) for item in value.values()])  # noqa: C419
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
-        return any([_needs_cast(item, dtype) for item in inside])  # noqa: C419
-    return False
+        items = [item for key, item in value.items() if key not in leave] if leave else list(value.values())
+    elif isinstance(value, (list, tuple)):
+        names = getattr(value, "_fields", None) if leave else None
+        pairs = [] if names is None else zip(names, value, strict=True)
+        items = list(value) if names is None else [item for key, item in pairs if key not in leave]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, f.name) for f in dataclasses.fields(value) if f.init and f.name not in leave]
+    else:
+        return False
+    return any([_needs_cast(item, dtype, leave) for item in items])  # noqa: C419 (torch.compile traces no generator)
 
 
 def quantised(tensor: Tensor) -> bool:
@@ -141,6 +158,7 @@ class CastInputs:
         dtype: what they become.
         leave: names of arguments, and keys and fields in them, that do not.
         positions: where arguments of these names may stand.
+        rest: from where on every argument is left; ``None`` if only those are.
         lower: a finite mask constant stays finite; see ``lowered``.
     """
 
@@ -149,12 +167,14 @@ class CastInputs:
         dtype: torch.dtype,
         leave: frozenset[str] = NOTHING,
         positions: frozenset[int] = frozenset(),
+        rest: int | None = None,
         *,
         lower: bool = False,
     ) -> None:
         self.dtype = dtype
         self.leave = leave
         self.positions = positions
+        self.rest = sys.maxsize if rest is None else rest
         self.lower = lower
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
@@ -162,7 +182,7 @@ class CastInputs:
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == self.dtype:
             return None  # by far the commonest call
         if self.positions:
-            args = tuple([a if i in self.positions else self._cast(a) for i, a in enumerate(args)])
+            args = tuple([a if i in self.positions or i > self.rest else self._cast(a) for i, a in enumerate(args)])
         else:
             args = self._cast(args)
         return args, self._cast(kwargs)

@@ -194,7 +194,6 @@ class Twin(tuple[Any, ...]):
         return super().__new__(cls, (first, second))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="the type is called with one list")
 @pytest.mark.parametrize("kind", [Pair, Twin])
 def test_a_container_with_a_constructor_of_its_own_is_cast(kind: Any, dtype: torch.dtype) -> None:
     """A subclass of list or tuple need not be made of one iterable."""
@@ -203,7 +202,6 @@ def test_a_container_with_a_constructor_of_its_own_is_cast(kind: Any, dtype: tor
     assert (found[0].dtype, found[1]) == (dtype, 3)
 
 
-@pytest.mark.xfail(strict=True, reason="a container is copied if anything inside has another dtype, left alone or not")
 def test_a_container_of_what_is_left_is_the_same_object(dtype: torch.dtype) -> None:
     """If all that would be cast is left alone, nothing is to be done."""
     value = {"t": torch.ones(1), "n": 3}
@@ -279,7 +277,6 @@ def test_a_positional_only_argument_is_left(dtype: torch.dtype) -> None:
     assert {v.dtype for v in model.got[1:]} == {dtype}
 
 
-@pytest.mark.xfail(strict=True, reason="of *rest, only the first position is known")
 def test_all_of_the_further_arguments_are_left(dtype: torch.dtype) -> None:
     """The name of ``*rest`` stands for every one of them."""
     model = Positions()

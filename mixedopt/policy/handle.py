@@ -170,7 +170,7 @@ class PolicyHandle:
         if casts.inputs is not None:
             # Masks come to attention and to modules of the user, not to linear layers.
             lower |= any(module.children()) or not type(module).__module__.startswith("torch.nn.modules")
-            hook = CastInputs(casts.inputs, casts.leave, casts.positions, lower=lower)
+            hook = CastInputs(casts.inputs, casts.leave, casts.positions, casts.rest, lower=lower)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         if casts.params is not None:
             self._handles.append(module.register_forward_pre_hook(CastParameters(casts.params, casts.inside)))

@@ -66,6 +66,7 @@ class ModuleCasts:
         mixed: the class whose forward takes half inputs with fp32 weights.
         leave: names of arguments that pass untouched.
         positions: where these stand.
+        rest: from where on all are left alone, ``None`` if only those are.
     """
 
     module: nn.Module
@@ -76,6 +77,7 @@ class ModuleCasts:
     inside: frozenset[str] = frozenset({""})
     leave: frozenset[str] = frozenset()
     positions: frozenset[int] = frozenset()
+    rest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,9 +271,9 @@ def _casts(
                 casts = _border(casts, decided, dtype)
             elif owns and (decided.compute == dtype or holes):
                 casts = replace(casts, inputs=decided.compute)
-        names, positions = _left(module, leave)
+        names, positions, rest = _left(module, leave)
         used |= names
-        found.append(replace(casts, leave=leave, positions=positions) if casts.inputs else casts)
+        found.append(replace(casts, leave=leave, positions=positions, rest=rest) if casts.inputs else casts)
     if missing := leave - used:
         raise ValueError(f"CastPolicy.leaving({min(missing)!r}): no module's forward has an argument of that name.")
     root, *inside = found
@@ -314,17 +316,19 @@ def _forward_params(
     return decided.compute
 
 
-def _left(module: nn.Module, leave: frozenset[str]) -> tuple[frozenset[str], frozenset[int]]:
-    """Return which names of ``leave`` the module's forward may take, and at which positions."""
+def _left(module: nn.Module, leave: frozenset[str]) -> tuple[frozenset[str], frozenset[int], int | None]:
+    """Return which names of ``leave`` the module's forward may take, at which positions, and from where on all."""
     if not leave:
-        return leave, frozenset()
+        return leave, frozenset(), None
     try:
         arguments = list(inspect.signature(module.forward).parameters.values())
     except (TypeError, ValueError):
-        return leave, frozenset()
+        return leave, frozenset(), None
     open_ended = any(a.kind is a.VAR_KEYWORD for a in arguments)
     names = leave if open_ended else leave & {a.name for a in arguments}
-    return names, frozenset(i for i, a in enumerate(arguments) if a.name in leave and a.kind is not a.KEYWORD_ONLY)
+    places = {i: a.kind for i, a in enumerate(arguments) if a.name in leave and a.kind is not a.KEYWORD_ONLY}
+    rest = [i for i, kind in places.items() if kind is inspect.Parameter.VAR_POSITIONAL]
+    return names, frozenset(places), rest[0] if rest else None
 
 
 def _masks(policy: CastPolicy, model: nn.Module, decisions: Mapping[nn.Module, Decision]) -> frozenset[nn.Module]:
