@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import sys
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,8 +49,8 @@ def cast(value: Any, dtype: torch.dtype, leave: frozenset[str] = NOTHING, *, low
             return _refilled(value, [cast(item, dtype, leave, lower=lower) for item in value])
         pairs = zip(names, value, strict=True)
         return type(value)(*[item if key in leave else cast(item, dtype, leave, lower=lower) for key, item in pairs])
-    if isinstance(value, dict):
-        # A copy keeps the subclass (OrderedDict, the outputs of transformers); torch.compile traces dict() alone.
+    if isinstance(value, (dict, UserDict)):
+        # A copy keeps the subclass (OrderedDict, those of transformers); torch.compile traces dict() alone.
         new = dict(value) if type(value) is dict else copy.copy(value)
         for key, item in value.items():
             if key not in leave:
@@ -106,7 +107,7 @@ def _needs_cast(value: Any, dtype: torch.dtype, leave: frozenset[str]) -> bool:
     """Return True iff there is a floating tensor of another dtype inside, but for what is left alone."""
     if isinstance(value, Tensor):
         return value.dtype in CASTABLE and value.dtype != dtype
-    if isinstance(value, dict):
+    if isinstance(value, (dict, UserDict)):
         items = [item for key, item in value.items() if key not in leave] if leave else list(value.values())
     elif isinstance(value, (list, tuple)):
         names = getattr(value, "_fields", None) if leave else None

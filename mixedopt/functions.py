@@ -32,11 +32,11 @@ LOSS_FUNCTIONS: tuple[str, ...] = tuple(name for name in (
 ) if hasattr(F, name))
 # Torch wants one dtype here; an fp32 operand beside a half one becomes half.
 PRODUCTS = frozenset([
-    "__matmul__", "__rmatmul__", "addbmm", "addmm", "addmv", "addr", "baddbmm", "bilinear", "bmm", "cdist",
+    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bilinear", "bmm", "cdist",
     "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "cross", "dot", "einsum", "grid_sample", "gru_cell", "inner", "lerp", "linalg_cross", "linalg_matmul",
-    "linalg_multi_dot", "linalg_vecdot", "linear", "lstm_cell", "matmul", "mm", "mv", "prelu", "rnn_relu_cell",
-    "rnn_tanh_cell", "scaled_dot_product_attention", "tensordot", "vdot",
+    "cross", "dot", "einsum", "grid_sample", "gru_cell", "inner", "lerp", "linear", "lstm_cell", "matmul", "mm",
+    "multi_dot", "mv", "prelu", "rnn_relu_cell", "rnn_tanh_cell", "scaled_dot_product_attention", "tensordot", "vdot",
+    "vecdot",
 ])
 # Torch wants the source in the dtype of the target, the first argument.
 WRITES = frozenset([
@@ -46,16 +46,19 @@ WRITES = frozenset([
     "scatter_reduce_",
 ])
 # What puts a constant or a mask into a tensor.
-ADDITIONS = frozenset(["add", "sub", "__add__", "__radd__", "__sub__", "__rsub__", "rsub", "masked_fill", "where"])
-CONSTANTS = ADDITIONS | frozenset([
-    "mul", "__mul__", "__rmul__", "addcmul", "clamp", "clamp_min", "clamp_max", "maximum", "minimum",
-])
-# Other names under which torch calls a function: of its namespaces, and of operators.
+ADDITIONS = frozenset(["add", "masked_fill", "sub", "where"])
+CONSTANTS = ADDITIONS | frozenset(["addcmul", "clamp", "clamp_max", "clamp_min", "maximum", "minimum", "mul"])
+# Other names under which torch calls a function: of its namespaces, of operators, and aliases.
 SPELLINGS = {
     **{f"linalg_{name}": name for name in dir(torch.linalg) if name.islower()},
     **{f"special_{name}": name for name in dir(torch.special) if name.islower()},
     **{f"__{name}__": name for name in ("abs", "add", "matmul", "mul", "neg", "pow", "sub")},
     **{f"__r{name}__": name for name in ("add", "div", "matmul", "mul", "pow", "sub")},
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "clip_": "clamp_", "divide": "div", "expit": "sigmoid",
+    "gammaln": "lgamma", "multiply": "mul", "multiply_": "mul_", "negative": "neg", "psi": "digamma", "rsub": "sub",
+    "special_expit": "sigmoid", "special_gammaln": "lgamma", "special_psi": "digamma", "subtract": "sub",
+    "subtract_": "sub_", "true_divide": "div",
 }
 # fmt: on
 FILLS = frozenset(["fill_", "masked_fill_", "mul_", "__imul__", "__setitem__", "index_fill", "index_fill_"])
@@ -130,7 +133,8 @@ class FunctionCasts(TorchFunctionMode):
         """Call ``func``, with other operands where a rule says so."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if SPELLINGS.get(name, name) in self.names:
+        name = SPELLINGS.get(name, name)
+        if name in self.names:
             if "out" not in kwargs:
                 return self._in_fp32(name, func, args, kwargs)
         elif name in PRODUCTS:
@@ -260,7 +264,10 @@ def _cross_entropy(
 
 
 def mentions(module: nn.Module, names: frozenset[str], depth: int = 3) -> bool:
-    """True iff the code of the module's class, or functions it names, mentions one of ``names``. Reads no values."""
+    """True iff the code of the module's class, or functions it names, mentions one of ``names``, as a string too.
+
+    Reads no values.
+    """
     seen: set[types.CodeType] = set()
 
     def search(function: types.FunctionType, left: int) -> bool:
@@ -268,7 +275,8 @@ def mentions(module: nn.Module, names: frozenset[str], depth: int = 3) -> bool:
             if code in seen:
                 continue
             seen.add(code)
-            if names & {*code.co_names, *code.co_freevars}:
+            strings = (constant for constant in code.co_consts if isinstance(constant, str))
+            if not names.isdisjoint((*code.co_names, *code.co_freevars, *strings)):
                 return True
             called = (function.__globals__.get(name) for name in code.co_names)
             if left and any(search(c, left - 1) for c in called if isinstance(c, types.FunctionType) and _not_torch(c)):

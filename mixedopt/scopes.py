@@ -188,8 +188,9 @@ class FunctionScopes:
     def _warn(self) -> None:
         self._warned = True
         log.warning(
-            "the model returns a loss in half precision: with a loss scale of 65536 its gradient is infinite. Compute "
-            "it with a function of torch.nn.functional, or from .float() values."
+            "the model returns a loss in half precision: %s. Compute it with a function of torch.nn.functional, "
+            "or from .float() values.",
+            "with a loss scale of 65536 its gradient is infinite" if self._dtype == torch.float16 else "it has 8 bits",
         )
 
 
@@ -268,6 +269,7 @@ def _given(value: Any) -> Any:
 
 
 def _half_loss(output: Any, dtype: torch.dtype) -> bool:
-    """True iff a scalar with a gradient is among the outputs, in half."""
+    """True iff a scalar with a gradient is among the outputs, in half, and none in fp32."""
     inside = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else [output]
-    return any(isinstance(v, Tensor) and v.dim() == 0 and v.dtype == dtype and v.requires_grad for v in inside)
+    scalars = {v.dtype for v in inside if isinstance(v, Tensor) and v.dim() == 0 and v.requires_grad}
+    return dtype in scalars and torch.float32 not in scalars

@@ -59,6 +59,7 @@ CONTAINERS: dict[str, Any] = {
     "named tuple": Point,
     "dict": lambda x, t: {"x": x, "t": t},
     "OrderedDict": lambda x, t: Ordered(x=x, t=t),
+    "UserDict": lambda x, t: collections.UserDict(x=x, t=t),
     "frozen dataclass": Frozen,
     "dataclass": Made,
     "nested": lambda x, t: {"a": [Point(x, t), {"b": (Frozen(x, t), None, 3, "s")}]},
@@ -71,7 +72,8 @@ def flat(value: Any) -> list[Tensor]:
         return [value]
     if dataclasses.is_dataclass(value):
         value = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    dicts = (dict, collections.UserDict)
+    inside = value.values() if isinstance(value, dicts) else value if isinstance(value, (list, tuple)) else []
     return [tensor for item in inside for tensor in flat(item)]
 
 
@@ -87,7 +89,9 @@ def test_a_cast_looks_into_containers(kind: str, dtype: torch.dtype) -> None:
     assert cast(found, dtype) is found  # nothing to do
 
 
-@pytest.mark.parametrize("kind", ["named tuple", "dict", "OrderedDict", "frozen dataclass", "dataclass", "nested"])
+@pytest.mark.parametrize(
+    "kind", ["named tuple", "dict", "OrderedDict", "UserDict", "frozen dataclass", "dataclass", "nested"]
+)
 def test_a_name_is_left_inside_a_container(kind: str, dtype: torch.dtype) -> None:
     """A key or field of that name passes as the same object; the others are cast."""
     x, t = tensors()
@@ -308,6 +312,34 @@ def test_a_name_that_no_forward_takes_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=r"leaving\('timestep'\): no module's forward has an argument of that name"):
         convert(model, dtype, CastPolicy.default().leaving("timestep"))
     assert model[0].weight.dtype == torch.float32
+
+
+class Reads(nn.Module):
+    """Takes a key and a field out of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, batch: Any) -> Tensor:
+        self.got = batch["when"] if isinstance(batch, dict) else batch.where
+        return self.layer(torch.ones(1, 1))
+
+
+@dataclasses.dataclass
+class Sample:
+    """What has a field."""
+
+    where: Tensor
+
+
+@pytest.mark.parametrize("kind", ["when", "where"])
+def test_a_key_or_field_that_only_the_code_names_is_left(kind: str, dtype: torch.dtype) -> None:
+    """No forward has an argument of that name."""
+    model, t = Reads(), torch.ones(1)
+    convert(model, dtype, CastPolicy.default().leaving(kind))
+    model({"when": t} if kind == "when" else Sample(t))
+    assert model.got is t
 
 
 @pytest.mark.parametrize("output", ["fp32", "half"])

@@ -323,8 +323,15 @@ SPELLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "F": lambda x: F.softmax(x, dim=-1),
     "cumsum": lambda x: x.cumsum(-1),
     "torch.cumsum": lambda x: torch.cumsum(x, dim=0),
+    "special.softmax": lambda x: torch.special.softmax(x, -1),
+    "divide": lambda x: torch.divide(x, 3.0),
+    "/": lambda x: x / 3.0,
+    "reversed /": lambda x: 3.0 / x,
+    "reversed **": lambda x: 3.0**x,
+    "expit": torch.special.expit,
+    "linalg.norm": lambda x: torch.linalg.norm(x, dim=0),
 }
-LISTED = CastPolicy.default().keep_functions("softmax", torch.cumsum).returning("half")
+LISTED = CastPolicy.default().keep_functions("softmax", torch.cumsum, "div", "pow", "sigmoid", "norm").returning("half")
 
 
 @pytest.mark.parametrize("name", list(SPELLINGS))
@@ -801,8 +808,20 @@ def test_a_half_loss_made_by_hand_is_reported_once(
     with caplog.at_level(logging.WARNING, "mixedopt"):
         for _ in range(3):
             model(torch.randn(5, 8, device=device))
-    assert [record.message for record in caplog.records if "loss in half precision" in record.message] != []
-    assert len(caplog.records) == 1
+    (record,) = caplog.records
+    assert "returns a loss in half precision" in record.message
+    assert ("65536" in record.message) == (dtype == torch.float16)
+
+
+def test_a_half_number_beside_an_fp32_loss_is_not_reported(
+    device: torch.device, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A norm to look at, say."""
+    model = seeded(lambda: Calls(lambda x: (F.mse_loss(x, x.detach()), x.norm())), device)
+    convert(model, dtype)
+    with caplog.at_level(logging.WARNING, "mixedopt"):
+        model(torch.randn(5, 8, device=device))
+    assert caplog.records == []
 
 
 def test_code_that_takes_another_way_later_is_watched_again(device: torch.device, dtype: torch.dtype) -> None:

@@ -89,7 +89,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in PRODUCTS:
+        if spelt(name) in PRODUCTS:
             self._calls.products.update(v for v in (*args, *kwargs.values()) if isinstance(v, nn.Parameter))
         elif name in ("embedding", "embedding_bag") and kwargs.get("mode") != "max":
             self._count(*args, **kwargs)

@@ -274,8 +274,12 @@ def _casts(
         names, positions, rest = _left(module, leave)
         used |= names
         found.append(replace(casts, leave=leave, positions=positions, rest=rest) if casts.inputs else casts)
-    if missing := leave - used:
-        raise ValueError(f"CastPolicy.leaving({min(missing)!r}): no module's forward has an argument of that name.")
+    missing = {n for n in leave - used if not any(mentions(m, frozenset({n})) for m in model.modules())}
+    if missing:
+        raise ValueError(
+            f"CastPolicy.leaving({min(missing)!r}): no module's forward has an argument of that name, and the code of "
+            "none names a key or field like that."
+        )
     root, *inside = found
     return root, tuple(casts for casts in inside if casts != ModuleCasts(casts.module))
 

@@ -74,10 +74,12 @@ class CastPolicy:
 
     @classmethod
     def none(cls) -> CastPolicy:
-        """All half, as ``model.half()``, as far as fp32 buffers allow.
+        """All weights half, and nothing on functions, so that nothing is installed for them.
 
-        Norm layers with running statistics and parametrized modules compute
-        with fp32 buffers, so they stay fp32.
+        Buffers keep their dtype, other than under ``model.half()``: norm layers
+        with running statistics and parametrized modules compute with theirs, so
+        they stay fp32, and code that multiplies half values by an fp32 buffer
+        raises torch's error. ``default()`` does such products in half.
         """
         return cls()
 
