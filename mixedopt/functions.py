@@ -60,8 +60,14 @@ SPELLINGS = {
     "special_expit": "sigmoid", "special_gammaln": "lgamma", "special_psi": "digamma", "subtract": "sub",
     "subtract_": "sub_", "true_divide": "div",
 }
+FILLS = frozenset([
+    "__imul__", "__setitem__", "clamp_", "clamp_max_", "clamp_min_", "constant_pad_nd", "fill_", "fill_diagonal_",
+    "hardtanh", "index_fill", "index_fill_", "masked_fill_", "mul_", "pad", "pad_sequence", "scatter", "scatter_",
+    "threshold",
+])
+# Torch takes half input, or all half; beside fp32 statistics the weights must be fp32, too.
+STATISTICS = frozenset(["batch_norm", "instance_norm"])
 # fmt: on
-FILLS = frozenset(["fill_", "masked_fill_", "mul_", "__imul__", "__setitem__", "index_fill", "index_fill_"])
 # What makes a tensor of a constant: like a half one, or with its dtype named.
 MAKERS = frozenset(["full", "full_like", "new_full", "new_tensor", "scalar_tensor", "tensor"])
 # Out of place, what is added makes half scores fp32; in place, it is done in fp32 and written back.
@@ -140,6 +146,9 @@ class FunctionCasts(TorchFunctionMode):
         elif name in PRODUCTS:
             if self._mixed(args, kwargs):
                 return func(*self._acting(lowered(args, self.dtype)), **lowered(kwargs, self.dtype))
+        elif name in STATISTICS:
+            if self._mixed(args, kwargs):
+                return func(self._acting(args[0]), *cast(args[1:], torch.float32), **cast(kwargs, torch.float32))
         elif name in IN_PLACE:
             if args[0].dtype == self.dtype and (self.masks or self._beyond(args, kwargs)):
                 target, more = args[0], cast(args[1:], torch.float32)

@@ -412,6 +412,43 @@ def test_an_fp32_result_may_meet_half_operands(name: str, device: torch.device, 
     assert model.layer.weight.grad.isfinite().all()
 
 
+OTHER_ORDER = 1e-6  # of an fp32 sum of fifteen terms of size one
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+def test_a_called_norm_takes_fp32_statistics(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """With half weights and fp32 buffers of the model's own: the same statistics as in fp32, half results."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x
+            if name == "batch_norm":
+                return F.batch_norm(x, self.mean, self.var, self.weight, self.bias, training=True)
+            return F.instance_norm(x, self.mean, self.var, weight=self.weight, bias=self.bias)
+
+    model = seeded(Own, device)
+    expected = copy.deepcopy(model)
+    convert(model, dtype, CastPolicy.default().returning("half"))
+    x = torch.randn(3, 4, 5, device=device)
+    out = model(x)
+    expected.weight.data, expected.bias.data = model.weight.detach().float(), model.bias.detach().float()
+    # Half and fp32 kernels sum in another order, which may move a rounding by one unit.
+    torch.testing.assert_close(
+        expected(model.seen.float()).to(dtype), out, rtol=torch.finfo(dtype).eps, atol=OTHER_ORDER
+    )
+    for name in ("mean", "var"):
+        found, wanted = getattr(model, name), getattr(expected, name)
+        torch.testing.assert_close(found, wanted, rtol=OTHER_ORDER, atol=OTHER_ORDER)
+    out.float().sum().backward()
+    assert model.weight.grad.dtype == dtype
+
+
 # -- there and nowhere else ----------------------------------------------------------------
 
 
@@ -917,6 +954,15 @@ class Masked(nn.Module):
                 scores = torch.where(mask, torch.tensor(self.value, dtype=scores.dtype, device=x.device), scores)
             case "new_tensor":
                 scores = torch.where(mask, scores.new_tensor(self.value), scores)
+            case "pad":
+                scores = torch.where(mask, F.pad(scores, (2, 2), value=self.value)[..., :1], scores)
+            case "clamp_":
+                scores = scores.masked_fill(mask, -torch.inf).clamp_(min=self.value)
+            case "scatter":
+                scores = torch.where(
+                    mask, scores.scatter(1, torch.zeros_like(mask, dtype=torch.long), self.value), scores
+                )
+                scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)
             case "addcmul":
                 scores = torch.addcmul(scores, mask.to(scores.dtype), torch.ones_like(scores), value=self.value)
         return self.soft(scores) if self.soft is not None else scores.softmax(-1)
@@ -925,7 +971,7 @@ class Masked(nn.Module):
 MASKS = [
     *("masked_fill", "masked_fill_", "masked_fill 0-d", "where", "where 0-d", "Tensor.where", "clamp", "filled"),
     *("zeros", "fp32 zeros", "add", "alpha", "sub", "1 - mask", "lowest", "argument", "to", "type_as"),
-    *("full_like", "full", "new_full", "tensor", "new_tensor", "addcmul"),
+    *("full_like", "full", "new_full", "tensor", "new_tensor", "addcmul", "pad", "clamp_", "scatter"),
 ]
 
 

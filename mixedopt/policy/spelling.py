@@ -106,7 +106,7 @@ def fields_of_json(text: str) -> dict[str, Any]:
             raise KeyError(*data)
         return fields
     except (KeyError, TypeError, ValueError) as e:
-        raise ValueError(f"CastPolicy.from_json({text[:80]!r}): is not the JSON of a policy.") from e
+        raise ValueError(f"CastPolicy.from_json({text[:80]!r}): is not the JSON of a policy ({e}).") from e
 
 
 def _match_json(rule: Rule) -> dict[str, str]:
