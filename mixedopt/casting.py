@@ -77,7 +77,7 @@ def lowered(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
-    plain = value.requires_grad or value.layout != torch.strided
+    plain = value.requires_grad or value.layout != torch.strided or value.is_nested
     if plain or torch.finfo(dtype).min <= torch.finfo(value.dtype).min:
         return value.to(dtype)
     return held(value, dtype)

@@ -118,19 +118,24 @@ class FunctionCasts(TorchFunctionMode):
     * A constant that half cannot hold, such as a mask of -1e9, makes the
       operation fp32; where it is filled in, it becomes the lowest half.
     * With ``masks``, a softmax in fp32 comes next: what is added to half
-      tensors, or rounded to half, turns no finite value into -inf.
+      tensors turns no finite value into -inf; nor does, with ``narrows``, what
+      is rounded to half.
 
     Args:
         names: functions that run in fp32.
         dtype: the half format.
         masks: see above.
+        narrows: see above.
     """
 
-    def __init__(self, names: frozenset[str], dtype: torch.dtype, *, masks: bool = False) -> None:
+    def __init__(
+        self, names: frozenset[str], dtype: torch.dtype, *, masks: bool = False, narrows: bool = False
+    ) -> None:
         super().__init__()
         self.names = names
         self.dtype = dtype
         self.masks = masks
+        self.narrows = narrows
         self.acted = False
 
     def __torch_function__(
@@ -164,7 +169,7 @@ class FunctionCasts(TorchFunctionMode):
                 wide = func(*self._acting(cast(args, torch.float32)), **cast(kwargs, torch.float32))
                 return held(wide, self.dtype)
         elif name in NARROWS:
-            if self.masks:
+            if self.narrows:
                 return self._narrowed(args[0], func(*args, **kwargs))
         elif (name in FILLS and self._beyond(args, kwargs)) or (name in MAKERS and self._makes_beyond(args, kwargs)):
             args = self._acting(tuple([self._held(a) for a in args]))

@@ -108,7 +108,7 @@ class FunctionScopes:
     ) -> None:
         self._dtype = dtype
         self._modes = {
-            name: FunctionCasts(names, dtype, masks=module in masks)
+            name: FunctionCasts(names, dtype, masks=module in masks, narrows=bool(masks))
             for name, module in model.named_modules()
             if module is model or module in masks or (module not in alone and _has_own_code(module))
         }

@@ -407,3 +407,76 @@ def test_a_mask_of_the_model_is_lowered_at_its_door(device: torch.device, dtype:
     expected = -65504.0 if dtype == torch.float16 else torch.tensor(-1e9).bfloat16().item()
     assert isinstance(model, Timed)
     assert model.got[1].tolist() == [expected, torch.inf, -torch.inf]
+
+
+# -- islands that are entered by another way than their forward ---------------------------
+
+
+class Entered(nn.Module):
+    """Uses what is inside ``part`` in some way, and notes the dtypes in which the layers in there compute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.before, self.after = how, nn.Linear(4, 4), nn.Linear(4, 4)
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+        self.part: Any = nn.ModuleDict(zip("ab", blocks, strict=True)) if how == "dict" else nn.ModuleList(blocks)
+        if how == "list of lists":
+            self.part = nn.ModuleList([nn.ModuleList(block) for block in blocks])
+        if how in ("children", "forward"):
+            self.part = blocks[0]
+        self.seen: set[torch.dtype] = set()
+        for layer in self.part.modules():
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_hook(lambda module, args, out: self.seen.update([args[0].dtype, out.dtype]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        if self.how == "forward":
+            return self.after(self.part.forward(x))
+        parts = self.part.values() if self.how == "dict" else self.part
+        called = [inner for part in parts for inner in part] if self.how == "list of lists" else parts
+        for module in called:
+            x = module(x)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("preset", ["default", "none"])
+@pytest.mark.parametrize("how", ["list", "dict", "list of lists", "children", "forward"])
+def test_an_island_computes_in_fp32_however_it_is_entered(
+    how: str, preset: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """A ``ModuleList`` is never called, and a module can be used by its parts: no hook of its own runs."""
+    model = seeded(lambda: Entered(how), device)
+    convert(model, dtype, getattr(CastPolicy, preset)().keep("part"))
+    model.seen.clear()
+    for _ in range(3):  # the first forward runs with every function rule in force
+        assert model(torch.randn(2, 4, device=device)).isfinite().all()
+    assert model.seen - {dtype} == {torch.float32}
+    for layer in model.part.modules():
+        if isinstance(layer, nn.Linear):
+            seen: list[torch.dtype] = []
+            hook = layer.register_forward_hook(lambda module, args, out, seen=seen: seen.append(args[0].dtype))
+            model(torch.randn(2, 4, device=device))
+            hook.remove()
+            assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("preset", ["default", "none"])
+@pytest.mark.parametrize("name", ["0.weight", "1.0.weight"])
+def test_a_parameter_of_a_rule_is_cast_in_every_forward(
+    name: str, preset: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """fp32 for one weight, half for the product; gradients reach the fp32 weight."""
+    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))  # noqa: E731
+    model = seeded(make, device)
+    convert(model, dtype, getattr(CastPolicy, preset)().rule(name, param="fp32", compute="half"))
+    for _ in range(2):
+        model(torch.randn(2, 4, device=device)).sum().backward()
+    assert {key for key, p in model.named_parameters() if p.dtype == torch.float32} == {name}
+    assert model.get_parameter(name).grad.dtype == torch.float32
+
+
+def test_a_nested_tensor_passes_the_door(dtype: torch.dtype) -> None:
+    """It is cast as any other."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 1), torch.ones(3, 1)], layout=torch.jagged)
+    assert cast(nested, dtype, lower=True).dtype == dtype

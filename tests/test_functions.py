@@ -1098,6 +1098,26 @@ def _mask_stays_finite(how: str, value: float, module: bool, device: torch.devic
     assert model.layer.weight.grad.isfinite().all()
 
 
+class Prepares(nn.Module):
+    """Makes a mask, rounds it to half, and hands it to a part that takes a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Adds()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.part(x, (mask.float() * NEVER["finfo32"]).to(x.dtype))
+
+
+def test_a_mask_rounded_by_the_caller_stays_finite(device: torch.device, dtype: torch.dtype) -> None:
+    """The module that calls the softmax gets what another has made."""
+    model = seeded(Prepares, device)
+    convert(model, dtype, SOFT)
+    mask = torch.tensor([[True, True, True], [False, True, False]], device=device)
+    for _ in range(3):
+        assert model(torch.randn(2, 8, device=device), mask).isfinite().all()
+
+
 def test_a_row_that_is_truly_minus_infinity_is_a_skip(device: torch.device, dtype: torch.dtype) -> None:
     """NaN as in fp32, and then a step that changes nothing."""
     model = seeded(lambda: Masked("argument", 0.0, False), device)

@@ -160,10 +160,23 @@ class _Ranks:
         for module in self.parents:
             for child in module.children():
                 self.parents[child].append(module)
+        self.callers = {module: self._callers(module) for module in self.parents}
         self._own: dict[nn.Module, int] = {}
         self._own_params: dict[nn.Parameter, int] = {}
         self._match(policy)
         self.first: dict[nn.Module, int] = {}
+
+    def _callers(self, module: nn.Module) -> list[nn.Module]:
+        """Return the modules whose code may call ``module``: nobody calls a ``ModuleList``, so those around it."""
+        found: dict[nn.Module, None] = {}
+        waiting = list(self.parents[module])
+        while waiting:
+            parent = waiting.pop()
+            if has_forward(parent) or not self.parents[parent]:
+                found[parent] = None
+            else:
+                waiting += self.parents[parent]
+        return list(found)
 
     def rule(self, module: nn.Module) -> Rule:
         """Return the rule that decides for ``module``."""
@@ -181,6 +194,10 @@ class _Ranks:
         self._inherit()
         while self._pull():
             self._inherit()
+
+    def names_params(self, module: nn.Module) -> bool:
+        """True iff a rule on a parameter decides for one that the module's own code computes with."""
+        return any(self._own_params.get(p, self._last) < self.first[module] for p in _used(module))
 
     def of_params(self) -> dict[nn.Parameter, int]:
         """Return the rank that decides for every floating parameter; those left alone are missing."""
@@ -250,14 +267,11 @@ def _casts(
 ) -> tuple[ModuleCasts, tuple[ModuleCasts, ...]]:
     """Return the casts around the root, and around the modules that need some."""
     leave, used = frozenset(policy.leave), set[str]()
-    islands = {m for m, d in decisions.items() if d.compute == torch.float32}
-    # Half modules inside an island: the island's other parts then meet half values.
-    # So they do where a module inside it is outside, too, and casts what it returns.
-    around = {m: {p in islands for p in ranks.parents[m]} for m in decisions}
-    holes = any(True in kinds and (False in kinds or m not in islands) for m, kinds in around.items())
+    # An fp32 layer meets half values where its island has half parts, or is entered by another way than its forward.
+    mixed = any(d.compute == dtype for d in decisions.values())
     found = []
     for module, decided in decisions.items():
-        casts = ModuleCasts(module, params=_forward_params(module, decided, params))
+        casts = ModuleCasts(module, params=_forward_params(module, decided, params, named=ranks.names_params(module)))
         if casts.params is not None:
             every = isinstance(module, nn.MultiheadAttention)
             same = frozenset(n for n, m in module.named_modules() if every or ranks.first[m] == ranks.first[module])
@@ -266,10 +280,12 @@ def _casts(
             casts = replace(casts, inputs=decided.compute)
         elif decided.rule is not QUANTISED:
             owns = _is_atomic(module) and any(params.get(p) for p in module.parameters(recurse=False))
-            on_border = any(ranks.first[p] != ranks.first[module] for p in ranks.parents[module])
+            on_border = any(ranks.first[p] != ranks.first[module] for p in ranks.callers[module]) and has_forward(
+                module
+            )
             if on_border and decided.rule is not EVERYTHING:
                 casts = _border(casts, decided, dtype)
-            elif owns and (decided.compute == dtype or holes):
+            elif owns and (decided.compute == dtype or mixed):
                 casts = replace(casts, inputs=decided.compute)
         names, positions, rest = _left(module, leave)
         used |= names
@@ -282,6 +298,11 @@ def _casts(
         )
     root, *inside = found
     return root, tuple(casts for casts in inside if casts != ModuleCasts(casts.module))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """True iff the module can be called; a ``ModuleList`` or ``ModuleDict`` cannot."""
+    return getattr(module.forward, "__name__", "") != "_forward_unimplemented"
 
 
 def _border(casts: ModuleCasts, decided: Decision, dtype: torch.dtype) -> ModuleCasts:
@@ -299,11 +320,11 @@ def _border(casts: ModuleCasts, decided: Decision, dtype: torch.dtype) -> Module
 
 
 def _forward_params(
-    module: nn.Module, decided: Decision, params: Mapping[nn.Parameter, torch.dtype]
+    module: nn.Module, decided: Decision, params: Mapping[nn.Parameter, torch.dtype], *, named: bool
 ) -> torch.dtype | None:
-    """Return what the parameters must be cast to in every forward, if they must."""
+    """Return what the parameters must be cast to in every forward, if they must; ``named``: a rule names one."""
     own = {params[p] for p in _used(module) if p in params}
-    asked = decided.rule.param != decided.rule.compute or decided.compute == torch.float32
+    asked = named or decided.rule.param != decided.rule.compute or decided.compute == torch.float32
     asked |= isinstance(module, nn.MultiheadAttention) and decided.rule is not QUANTISED
     if not asked or own <= {decided.compute}:
         return None
