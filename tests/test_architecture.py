@@ -43,7 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "policy.rule": set(),
     "policy.spelling": {"policy.rule"},
     "policy.rules": {"functions", "policy.rule", "policy.spelling"},
-    "policy.plan": {"casting", "functions", "masters", "norms", "policy.rule", "policy.rules"},
+    "policy.ranks": {"casting", "policy.rule", "policy.rules"},
+    "policy.plan": {"casting", "functions", "masters", "norms", "policy.ranks", "policy.rule", "policy.rules"},
     "policy.handle": {
         "casting",
         "distributed",
@@ -52,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
         "masters",
         "norms",
         "policy.plan",
+        "policy.ranks",
         "policy.rules",
         "scopes",
     },

@@ -32,7 +32,8 @@ from mixedopt.errors import shown
 from mixedopt.flat import plan_layout
 from mixedopt.masters import HALF_DTYPES, MasterWeights
 from mixedopt.norms import MIXED
-from mixedopt.policy.plan import QUANTISED, CastPlan, ModuleCasts, check_fits, plan_casts
+from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
+from mixedopt.policy.ranks import QUANTISED
 from mixedopt.policy.rules import CastPolicy
 
 PLAIN = {mixed: plain for plain, mixed in MIXED.items()}
