@@ -188,7 +188,7 @@ class FunctionScopes:
     def _warn(self) -> None:
         self._warned = True
         log.warning(
-            "the model returns a loss in half precision: %s. Compute it with a function of torch.nn.functional, "
+            "the model returns a loss in half precision: %s. Compute it with a loss function of torch.nn.functional, "
             "or from .float() values.",
             "with a loss scale of 65536 its gradient is infinite" if self._dtype == torch.float16 else "it has 8 bits",
         )

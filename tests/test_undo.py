@@ -324,8 +324,10 @@ def test_a_refused_conversion_changes_nothing(device: torch.device, dtype: torch
     assert_same(dict(weights), copy.deepcopy(dict(model.state_dict())))
     handle = convert(model, dtype)
     converted = structure(model)
+    assert repr(handle) == f"PolicyHandle('default', {dtype})"
     with pytest.raises(ValueError, match="the model is converted already"):
         convert(model, dtype)
     assert structure(model) == converted
     handle.remove()
+    assert repr(handle).endswith(", removed)")
     assert structure(model) == before

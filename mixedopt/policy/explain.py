@@ -142,7 +142,7 @@ def _plan(root: nn.Module, policy: CastPolicy | None, dtype: torch.dtype) -> Cas
     if handles and handle is None:
         raise ValueError(
             "explain(model): the model is converted, but what converted it, an optimizer or a handle, is gone, and the "
-            "policy with it. Keep that object, or explain the model before converting it."
+            "policy with it. Keep what convert() returns, or the optimizer; a copy of a converted model has neither."
         )
     if handle is None:
         return plan_casts(policy or CastPolicy.default(), root, dtype)

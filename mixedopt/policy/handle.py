@@ -81,6 +81,11 @@ class PolicyHandle:
             self._hook(casts)
         self._hook_root()
 
+    def __repr__(self) -> str:
+        """Say which policy, which format, and whether it is in force."""
+        state = "" if self.active else ", removed"
+        return f"PolicyHandle({self.plan.text!r}, {self.plan.dtype}{state})"
+
     @property
     def active(self) -> bool:
         """True iff the conversion is in force."""
