@@ -28,7 +28,9 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": set(),
     "copies": set(),
     "loss_scale": {"errors"},
-    "checkpoint": {"copies", "errors", "masters"},
+    "checkpoint.check": {"errors"},
+    "checkpoint.layout": {"checkpoint.check", "copies", "errors", "masters"},
+    "checkpoint.__init__": {"checkpoint.check", "checkpoint.layout"},
     "gradients": {"flat"},
     "masters": {"flat", "gradients"},
     "holding": {"gradients", "masters"},
@@ -73,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "decision": {"gradients", "loss_scale"},
     "scaler": {"decision", "errors", "loss_scale", "window"},
     "validate": {"distributed", "errors", "flat", "groups", "masters", "policy.__init__", "scaler"},
-    "roster": {"checkpoint", "groups", "masters", "validate"},
+    "roster": {"checkpoint.__init__", "groups", "masters", "validate"},
     "eager": {
         "decision",
         "distributed",
@@ -105,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "optimizer": {
         "assembly",
-        "checkpoint",
+        "checkpoint.__init__",
         "closures",
         "errors",
         "export",
@@ -124,7 +126,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing.__init__": {"testing.conformance"},
 }
 # Rooms of several files.
-FOLDERS = ("policy.", "testing.")
+FOLDERS = ("checkpoint.", "policy.", "testing.")
 # What a room needs beside torch: an optional extra.
 # (Triton comes with torch's builds for CUDA.)
 EXTRAS = {

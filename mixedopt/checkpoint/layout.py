@@ -18,14 +18,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mixedopt.checkpoint.check import (
+    FORMAT,
+    KEY,
+    Place,
+    check_policy,
+    check_structure,
+    differences,
+    entry_problems,
+    group_problems,
+)
 from mixedopt.copies import copied
 from mixedopt.errors import CheckpointError
 from mixedopt.masters import HALF_DTYPES
-
-FORMAT = 1
-KEY = "mixedopt"
 
 
 class IncompatibleKeys(NamedTuple):
@@ -33,23 +40,6 @@ class IncompatibleKeys(NamedTuple):
 
     missing_keys: list[str]
     unexpected_keys: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One parameter of this optimizer, in group order.
-
-    Attributes:
-        name: canonical.
-        param: the model's.
-        master: its master, ``None`` while it is frozen.
-        state: what the inner optimizer holds for it now.
-    """
-
-    name: str
-    param: nn.Parameter
-    master: nn.Parameter | None
-    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +95,10 @@ def unpack(
 
     Syncs: one read per parameter.
     """
-    _check_structure(saved)
+    check_structure(saved)
     extras = saved.get(KEY)
     if strict:
-        _check_policy((extras or {}).get("policy"), policy)
+        check_policy((extras or {}).get("policy"), policy)
     if len(saved["param_groups"]) == 1 and "param_groups" not in _inner_keys(saved):
         group_sizes = [sum(group_sizes)]  # the inner optimizer writes no groups
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
@@ -123,15 +113,15 @@ def unpack(
         keys.missing_keys.extend(
             p.name for p in places if p.master is not None and "master" not in entries.get(p.name, ["master"])
         )
-    problems = _group_problems(saved_sizes, group_sizes, by_position=strict or extras is None)
+    problems = group_problems(saved_sizes, group_sizes, by_position=strict or extras is None)
     if strict:
         problems += [f"no parameter {name!r}" for name in keys.missing_keys]
         problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
     for place in places:
         if place.name in entries:
-            problems += _entry_problems(place, entries[place.name], needs_master=strict and extras is not None)
+            problems += entry_problems(place, entries[place.name], needs_master=strict and extras is not None)
     if problems:
-        raise _error(problems)
+        raise differences(problems)
     found = {index: entries[name] for index, name in enumerate(names) if name in entries}
     return Checkpoint(
         _for_inner(saved, found, set(ids), group_sizes),
@@ -176,47 +166,6 @@ def load_inner_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
             inner.state[params[index]] = entry
 
 
-def _check_structure(saved: Any) -> None:
-    """Raise unless everything that is read later has the right type."""
-    if not (isinstance(saved, Mapping) and "state" in saved and "param_groups" in saved):
-        raise CheckpointError("not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.")
-    state, groups, extras = saved["state"], saved["param_groups"], saved.get(KEY)
-    if not isinstance(state, Mapping):
-        raise _error(["a 'state' that is not a dict"])
-    if not (isinstance(groups, Sequence) and all(_is_group(group) for group in groups)):
-        raise _error(["'param_groups' that are not a list of dicts with 'params'"])
-    ids = {identity for group in groups for identity in group["params"]}
-    if not all(isinstance(entry, Mapping) for identity, entry in state.items() if identity in ids):
-        raise _error(["a 'state' that is not a dict of dicts"])
-    if extras is None:
-        return
-    if not isinstance(extras, Mapping):
-        raise _error([f"a {KEY!r} entry that is not a dict"])
-    if extras.get("format") != FORMAT:
-        raise CheckpointError(
-            f"state_dict has format {extras.get('format')!r}, this version reads {FORMAT}. Nothing was loaded. "
-            "Load it with the mixedopt version that wrote it."
-        )
-    if not (isinstance(extras.get("names"), Sequence) and isinstance(extras.get("loss_scale"), Mapping)):
-        raise _error([f"no names or no loss scale under {KEY!r}"])
-    for counter in ("applied_steps", "skipped_steps"):
-        if not (isinstance(extras.get(counter), int) and extras[counter] >= 0):
-            raise _error([f"{counter} = {extras.get(counter)!r}, not a count"])
-
-
-def _check_policy(saved: Any, ours: str | None) -> None:
-    """Raise if both are known and differ; masters and state would fit all the same."""
-    if saved is not None and ours is not None and saved != ours:
-        raise CheckpointError(
-            f"state_dict was saved under the cast policy {saved!r}, here it is {ours!r}. Nothing was loaded. Build the "
-            "optimizer with policy=CastPolicy.from_string(...), or change the policy on purpose with strict=False."
-        )
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
-
-
 def _saved_names(ids: list[Any], names: Sequence[str], saved: Mapping[str, Any]) -> list[str]:
     if saved.get(KEY) is not None:
         return list(saved[KEY]["names"])
@@ -228,46 +177,9 @@ def _saved_names(ids: list[Any], names: Sequence[str], saved: Mapping[str, Any])
     return list(names)[: len(ids)]
 
 
-def _group_problems(saved: Sequence[int], ours: Sequence[int], *, by_position: bool) -> list[str]:
-    if len(saved) != len(ours):
-        return [f"{len(saved)} parameter groups, here {len(ours)}"]
-    if by_position and list(saved) != list(ours):
-        return [f"parameter groups of sizes {list(saved)}, here {list(ours)}"]
-    return []
-
-
-def _entry_problems(place: Place, entry: Mapping[str, Any], *, needs_master: bool) -> list[str]:
-    problems = []
-    for key, value in entry.items():
-        held = place.state.get(key)
-        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
-            problems.append(f"{key!r} of shape {tuple(value.shape)} for {place.name!r}, here {tuple(held.shape)}")
-    if "master" in entry:
-        return problems + _master_problems(place, entry["master"])
-    if needs_master and place.master is not None:
-        problems.append(f"no master weight for {place.name!r}")
-    return problems
-
-
-def _master_problems(place: Place, value: Any) -> list[str]:
-    what = f"a master weight for {place.name!r}"
-    if not isinstance(value, Tensor) or value.dtype != torch.float32:
-        return [f"{what} of {getattr(value, 'dtype', type(value).__name__)}, not fp32"]
-    if value.shape != place.param.shape:
-        return [f"{what} of shape {tuple(value.shape)}, here {tuple(place.param.shape)}"]
-    if not bool(value.to(place.param.dtype).isfinite().all()):
-        return [f"{what} that is not finite in {place.param.dtype}"]
-    return []
-
-
 def _renumbered(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
     positions = iter(range(sum(sizes)))
     return [
         {**{key: copied(value) for key, value in group.items()}, "params": [next(positions) for _ in range(size)]}
         for group, size in zip(groups, sizes, strict=True)
     ]
-
-
-def _error(problems: list[str]) -> CheckpointError:
-    shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
-    return CheckpointError(f"state_dict has {shown}. Nothing was loaded.")
