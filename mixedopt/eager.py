@@ -233,8 +233,12 @@ class EagerTier:
             "skipped_steps": self.skipped_steps,
         }
 
-    def from_dict(self, saved: Mapping[str, Any] | None) -> Moving:
+    def from_dict(self, saved: Mapping[str, Any] | None, *, strict: bool = True) -> Moving:
         """Read what ``to_dict`` wrote; ``None`` stands for what is here. Writes nothing.
+
+        Args:
+            saved: the dict.
+            strict: a scale of the other kind is an error, else it is left out.
 
         Raises:
             CheckpointError: it does not fit.
@@ -242,7 +246,8 @@ class EagerTier:
         config, state = self.scaler.config, self.scaler.state
         if saved is None:
             return Moving(config, state, self.applied_steps, self.skipped_steps)
-        config, state = state_from_dict(saved["loss_scale"], config, HOST)
+        if strict or saved["loss_scale"].get("kind") == state_to_dict(config, state)["kind"]:
+            config, state = state_from_dict(saved["loss_scale"], config, HOST)
         return Moving(config, state, saved["applied_steps"], saved["skipped_steps"])
 
     def load_(self, moving: Moving) -> None:

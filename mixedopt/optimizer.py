@@ -370,9 +370,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = checkpoint.pack(
-            self.inner.state_dict(), self._roster.places(), {"policy": self._policy(), **self._tier.to_dict()}
-        )
+        packed = checkpoint.pack(self.inner, self._roster.places(), {"policy": self._policy(), **self._tier.to_dict()})
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed
@@ -397,10 +395,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, dict(state_dict)) or state_dict
-        sizes = [len(group["params"]) for group in self._roster.groups]
-        places = self._roster.places()
-        saved = checkpoint.unpack(state_dict, places, sizes, strict=strict, policy=self._policy())
-        moving = self._tier.from_dict(saved.extras)
+        saved = checkpoint.unpack(state_dict, self.inner, self._roster.places(), strict=strict, policy=self._policy())
+        moving = self._tier.from_dict(saved.extras, strict=strict)
         checkpoint.load_inner_(self.inner, saved)
         if self._parts.shared is not None:
             self._parts.shared.follow_(moving.state, stepped=[self._tier])
@@ -409,6 +405,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._tier.load_(moving)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+        if saved.extras is None:
+            checkpoint.log_plain(state_dict)
         return saved.keys
 
     def __getstate__(self) -> NoReturn:

@@ -47,9 +47,18 @@ class Roster:
         yield from ((name, self.masters.of[p]) for p, name in self.names.items() if p in self.masters.of)
 
     def state(self) -> dict[Tensor, Any]:
-        """Return model parameter -> the inner optimizer's state of its master."""
+        """Return model parameter -> the inner optimizer's state of its master.
+
+        As long as there is none at all, every entry is there and empty: who
+        finds no entry makes a step to get some (torch.distributed.checkpoint).
+        """
         held = {param: self.masters.of.get(param, param) for param in self.names}
-        return {param: self.inner.state[key] for param, key in held.items() if key in self.inner.state}
+        found: dict[Tensor, Any] = {
+            param: self.inner.state[key] for param, key in held.items() if key in self.inner.state
+        }
+        if not found:
+            found.update((param, {}) for param in self.masters.of)
+        return found
 
     def places(self) -> list[Place]:
         """Return every parameter as a checkpoint sees it, in group order."""

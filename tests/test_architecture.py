@@ -29,8 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "copies": set(),
     "loss_scale": {"errors"},
     "checkpoint.check": {"errors"},
-    "checkpoint.layout": {"checkpoint.check", "copies", "errors", "masters"},
-    "checkpoint.__init__": {"checkpoint.check", "checkpoint.layout"},
+    "checkpoint.first_state": set(),
+    "checkpoint.layout": {"checkpoint.check", "checkpoint.first_state", "copies", "errors"},
+    "checkpoint.load": {"checkpoint.check", "checkpoint.layout", "copies", "errors", "masters"},
+    "checkpoint.plain": {"copies", "errors"},
+    "checkpoint.__init__": {"checkpoint.check", "checkpoint.layout", "checkpoint.load", "checkpoint.plain"},
     "gradients": {"flat"},
     "masters": {"flat", "gradients"},
     "holding": {"gradients", "masters"},
@@ -131,6 +134,7 @@ FOLDERS = ("checkpoint.", "policy.", "testing.")
 # (Triton comes with torch's builds for CUDA.)
 EXTRAS = {
     "testing.strategies": {"hypothesis"},
+    "checkpoint.plain": {"safetensors"},
     "norm_kernels": {"triton"},
     "norm_group_kernels": {"triton"},
 }

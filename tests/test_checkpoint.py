@@ -38,6 +38,7 @@ from mixedopt import (
     MixedPrecisionOptimizer,
     StaticLossScale,
 )
+from mixedopt.checkpoint import export_state
 
 
 def trainable(groups: Any) -> Any:
@@ -297,8 +298,12 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         r"a master weight for 'head.bias' of list, not fp32",
         lambda s: entry(s, "head.bias").update(master=[0.0] * 12),
     ),
-    "other groups": (r"state_dict has 1 parameter groups, here 2", lambda s: s["param_groups"].pop() and None),
-    "other group sizes": (r"parameter groups of sizes", lambda s: s["param_groups"][1]["params"].pop() and None),
+    "other groups": (r"state_dict has 1 parameter groups, here 2", lambda s: drop_last(s, group=True)),
+    "one name less": (
+        r"no parameter 'head.bias'; state for number 9, which no group has",
+        lambda s: drop_last(s, group=False),
+    ),
+    "names and numbers": (r"10 names for 9 parameters", lambda s: s["param_groups"][1]["params"].pop() and None),
     "other names": (r"no parameter 'hidden.bias'; an unexpected parameter 'other'", lambda s: rename(s, "hidden.bias")),
     "unknown format": (r"state_dict has format 99, this version reads 1", put("mixedopt", "format", value=99)),
     "no dict": (r"not an optimizer state_dict: it has no 'state' and 'param_groups'", lambda s: [1, 2]),
@@ -318,6 +323,13 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     ),
     "unknown kind": (r"state_dict holds no valid loss scale", put("mixedopt", "loss_scale", "kind", value="shared")),
 }
+
+
+def drop_last(saved: dict[str, Any], *, group: bool) -> None:
+    """Leave out the last group or the last parameter, as a model without it would."""
+    groups = saved["param_groups"]
+    count = len(groups.pop()["params"]) if group else len([groups[-1]["params"].pop()])
+    del saved["mixedopt"]["names"][-count:]
 
 
 def rename(saved: dict[str, Any], name: str) -> None:
@@ -466,12 +478,9 @@ def test_our_state_loads_into_a_plain_optimizer(device: torch.device, dtype: tor
     """Without our keys and the masters it is torch's own format: a plain fp32 run goes on from it."""
     model, optimizer = wrapped(device, dtype)
     train(model, optimizer, [0, 1])
-    saved = through_file(optimizer.state_dict())
+    saved = through_file(export_state(optimizer))
     plain, bare = fp32_twin(device, make_adamw)
     plain.load_state_dict(optimizer.master_state_dict(), strict=True)
-    del saved["mixedopt"]
-    for state in saved["state"].values():
-        del state["master"]
     bare.load_state_dict(saved)
     loaded = {i: dict(state) for i, state in bare.state_dict()["state"].items() if state}
     assert_same(optimizer.inner.state_dict()["state"], loaded)

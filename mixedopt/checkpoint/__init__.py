@@ -1,6 +1,18 @@
-"""Checkpoints: the state dict of an optimizer, its format and its checks."""
+"""Checkpoints: the state dict of an optimizer, its format and its checks; files; other tools."""
 
 from mixedopt.checkpoint.check import Place
-from mixedopt.checkpoint.layout import Checkpoint, IncompatibleKeys, load_inner_, pack, unpack
+from mixedopt.checkpoint.layout import Checkpoint, IncompatibleKeys, pack, unpack
+from mixedopt.checkpoint.load import load_inner_, log_plain
+from mixedopt.checkpoint.plain import export_state, save_fp32_safetensors
 
-__all__ = ["Checkpoint", "IncompatibleKeys", "Place", "load_inner_", "pack", "unpack"]
+__all__ = [
+    "Checkpoint",
+    "IncompatibleKeys",
+    "Place",
+    "export_state",
+    "load_inner_",
+    "log_plain",
+    "pack",
+    "save_fp32_safetensors",
+    "unpack",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from mixedopt.errors import CheckpointError
 
 FORMAT = 1
 KEY = "mixedopt"
+SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +34,58 @@ class Place:
     state: Mapping[str, Any]
 
 
-def check_structure(saved: Any) -> None:
-    """Raise unless everything that is read later has the right type."""
+def check_structure(saved: Any, about: Any) -> None:
+    """Raise unless everything that is read later has the right type.
+
+    Args:
+        saved: the state dict.
+        about: what it says of itself, ``None`` for a plain torch dict.
+    """
     if not (isinstance(saved, Mapping) and "state" in saved and "param_groups" in saved):
         raise CheckpointError("not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.")
-    state, groups, extras = saved["state"], saved["param_groups"], saved.get(KEY)
+    state, groups = saved["state"], saved["param_groups"]
     if not isinstance(state, Mapping):
         raise differences(["a 'state' that is not a dict"])
     if not (isinstance(groups, Sequence) and all(_is_group(group) for group in groups)):
         raise differences(["'param_groups' that are not a list of dicts with 'params'"])
-    ids = {identity for group in groups for identity in group["params"]}
-    if not all(isinstance(entry, Mapping) for identity, entry in state.items() if identity in ids):
+    ids = [identity for group in groups for identity in group["params"]]
+    if not all(isinstance(identity, (int, str)) for identity in ids) or len(set(ids)) != len(ids):
+        raise differences(["'params' that are not numbers or names, each once"])
+    if not all(isinstance(entry, Mapping) for identity, entry in state.items() if identity in set(ids)):
         raise differences(["a 'state' that is not a dict of dicts"])
-    if extras is None:
-        return
-    if not isinstance(extras, Mapping):
+    if about is not None:
+        _check_about(about, len(ids))
+
+
+def _check_about(about: Any, count: int) -> None:
+    if not isinstance(about, Mapping):
         raise differences([f"a {KEY!r} entry that is not a dict"])
-    if extras.get("format") != FORMAT:
+    if about.get("format") != FORMAT:
         raise CheckpointError(
-            f"state_dict has format {extras.get('format')!r}, this version reads {FORMAT}. Nothing was loaded. "
+            f"state_dict has format {about.get('format')!r}, this version reads {FORMAT}. Nothing was loaded. "
             "Load it with the mixedopt version that wrote it."
         )
-    if not (isinstance(extras.get("names"), Sequence) and isinstance(extras.get("loss_scale"), Mapping)):
+    names: Any = about.get("names")
+    if not (_is_list_of_text(names) and isinstance(about.get("loss_scale"), Mapping)):
         raise differences([f"no names or no loss scale under {KEY!r}"])
+    if len(names) != count or len(set(names)) != count:
+        raise differences([f"{len(set(names))} names for {count} parameters"])
+    for key in ("inner_keys", "fresh"):
+        if not _is_list_of_text(about.get(key, [])):
+            raise differences([f"{key!r} under {KEY!r} that are not a list of names"])
+    if not isinstance(about.get("policy"), (str, type(None))):
+        raise differences([f"a policy that is not text under {KEY!r}"])
     for counter in ("applied_steps", "skipped_steps"):
-        if not (isinstance(extras.get(counter), int) and extras[counter] >= 0):
-            raise differences([f"{counter} = {extras.get(counter)!r}, not a count"])
+        if not (type(about.get(counter)) is int and about[counter] >= 0):
+            raise differences([f"{counter} = {about.get(counter)!r}, not a count"])
+
+
+def _is_list_of_text(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
 
 
 def check_policy(saved: Any, ours: str | None) -> None:
@@ -65,35 +93,97 @@ def check_policy(saved: Any, ours: str | None) -> None:
     if saved is not None and ours is not None and saved != ours:
         raise CheckpointError(
             f"state_dict was saved under the cast policy {saved!r}, here it is {ours!r}. Nothing was loaded. Build the "
-            "optimizer with policy=CastPolicy.from_string(...), or change the policy on purpose with strict=False."
+            "optimizer with policy=CastPolicy.from_string(...), or load it all the same with strict=False."
         )
 
 
-def _is_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), Sequence)
-
-
-def group_problems(saved: Sequence[int], ours: Sequence[int], *, by_position: bool) -> list[str]:
-    """Return what differs between the sizes of the saved groups and ours."""
+def group_problems(saved: Sequence[Sequence[str]], ours: Sequence[Sequence[str]], *, strict: bool) -> list[str]:
+    """Return what differs between the groups, given as the names of their parameters."""
     if len(saved) != len(ours):
         return [f"{len(saved)} parameter groups, here {len(ours)}"]
-    if by_position and list(saved) != list(ours):
-        return [f"parameter groups of sizes {list(saved)}, here {list(ours)}"]
-    return []
+    if not strict:
+        return []
+    here = {name: index for index, group in enumerate(ours) for name in group}
+    moved = [(n, i, here[n]) for i, group in enumerate(saved) for n in group if here.get(n, i) != i]
+    return [f"{name!r} in group {index}, here in group {other}" for name, index, other in moved]
 
 
-def entry_problems(place: Place, entry: Mapping[str, Any], *, needs_master: bool) -> list[str]:
-    """Return what is wrong with the saved state of one parameter. Syncs: one read."""
+def hyperparameter_problems(
+    saved: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> list[str]:
+    """Return which hyperparameters are of another type than ours, or NaN."""
+    return [
+        f"{key} = {group[key]!r} in group {index}, here {own[key]!r}"
+        for index, (group, own) in enumerate(zip(saved, ours, strict=True))
+        for key in defaults
+        if key in group and key in own and not _alike(group[key], own[key])
+    ]
+
+
+def _alike(saved: Any, ours: Any) -> bool:
+    """True iff a hyperparameter could have become the other in the course of a training."""
+    if ours is None or isinstance(ours, bool):
+        return saved is None or isinstance(saved, (bool, int, float, str, Tensor))
+    if isinstance(ours, (int, float, Tensor)):
+        number = isinstance(saved, (int, float)) or (isinstance(saved, Tensor) and saved.numel() == 1)
+        return number and not isinstance(saved, bool) and not math.isnan(float(saved))
+    if isinstance(ours, (list, tuple)):
+        pairs = zip(saved, ours, strict=False) if isinstance(saved, (list, tuple)) else ()
+        return isinstance(saved, (list, tuple)) and len(saved) == len(ours) and all(_alike(s, o) for s, o in pairs)
+    return isinstance(saved, str) == isinstance(ours, str)
+
+
+def entry_problems(
+    place: Place, entry: Mapping[str, Any], expected: Mapping[str, Any], *, needs_master: bool
+) -> list[str]:
+    """Return what is wrong with the saved state of one parameter. Syncs: one read.
+
+    Args:
+        place: the parameter.
+        entry: what was saved for it.
+        expected: the state as the first step makes it for a parameter two
+            values long in every dimension, empty if that is not known.
+        needs_master: it must have one.
+    """
     problems = []
-    for key, value in entry.items():
-        held = place.state.get(key)
-        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape != value.shape:
-            problems.append(f"{key!r} of shape {tuple(value.shape)} for {place.name!r}, here {tuple(held.shape)}")
+    state = {key: value for key, value in entry.items() if key != "master"}
+    if state:
+        problems += [f"no {key!r} for {place.name!r}" for key in expected if key not in state]
+    for key, value in state.items():
+        wanted = place.state.get(key)
+        if wanted is None:
+            wanted = _full(place.param, expected[key]) if key in expected else None
+        problems += _value_problems(f"{key!r} for {place.name!r}", value, wanted)
     if "master" in entry:
         return problems + _master_problems(place, entry["master"])
     if needs_master and place.master is not None:
         problems.append(f"no master weight for {place.name!r}")
     return problems
+
+
+def _full(param: nn.Parameter, seen: Any) -> Any:
+    """Return a stand-in, on no device, for what ``seen`` of a small parameter becomes for ``param``."""
+    if not isinstance(seen, Tensor):
+        return seen
+    small = tuple(min(size, 2) for size in param.shape)
+    return torch.empty(param.shape, dtype=seen.dtype, device="meta") if tuple(seen.shape) == small else seen.dtype
+
+
+def _value_problems(what: str, value: Any, wanted: Any) -> list[str]:
+    """Return how a saved value cannot be what it stands for; ``wanted`` may be a dtype, if no shape is known."""
+    if isinstance(wanted, (Tensor, torch.dtype)):
+        dtype = wanted if isinstance(wanted, torch.dtype) else wanted.dtype
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return [] if isinstance(wanted, torch.dtype) or wanted.numel() == 1 else [f"a number as {what}"]
+        if not isinstance(value, Tensor):
+            return [f"a {type(value).__name__} as {what}"] if value is not None else []
+        if isinstance(wanted, Tensor) and wanted.shape != value.shape:
+            return [f"{what} of shape {tuple(value.shape)}, here {tuple(wanted.shape)}"]
+        if value.is_floating_point() != dtype.is_floating_point or value.is_complex() != dtype.is_complex:
+            return [f"{what} of {value.dtype}, here {dtype}"]
+    elif isinstance(wanted, (int, float)) and not isinstance(value, (int, float, Tensor)):
+        return [f"a {type(value).__name__} as {what}"]
+    return []
 
 
 def _master_problems(place: Place, value: Any) -> list[str]:
@@ -109,5 +199,5 @@ def _master_problems(place: Place, value: Any) -> list[str]:
 
 def differences(problems: list[str]) -> CheckpointError:
     """Return the error that lists the first ten problems."""
-    shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+    shown = "; ".join(problems[:SHOWN]) + (f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
     return CheckpointError(f"state_dict has {shown}. Nothing was loaded.")

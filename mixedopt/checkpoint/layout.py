@@ -1,18 +1,23 @@
-"""The state dict: its format, and the checks that precede a load.
+"""The state dict: its format, written and read.
 
-A state dict is torch's, with a few keys more::
+A state dict is torch's, with a few keys more; ``docs/checkpoint-format.md``
+tells all of it::
 
     state         id -> {"master": fp32 tensor, <inner state under torch's names>}
-    param_groups  as torch writes them
-    mixedopt      {"format", "names", "policy", "loss_scale", "applied_steps", "skipped_steps"}
+    param_groups  as torch writes them; the first has a "mixedopt" text, too
+    mixedopt      {"format", "names", "optimizer", "inner_keys", "fresh", "policy",
+                   "loss_scale", "applied_steps", "skipped_steps"}
 
-A dict without the ``mixedopt`` key is a plain torch optimizer's: its moments
-and hyperparameters are loaded, masters and scale are left alone. What else an
+torch.distributed.checkpoint keeps ``state`` and ``param_groups`` alone, with
+names as ids; the text in the first group is what ``mixedopt`` holds, as JSON.
+A dict without either is a plain torch optimizer's: its moments and
+hyperparameters are loaded, masters and scale are left alone. What else an
 inner optimizer writes, beside or inside ``state``, is kept and handed back.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,10 +34,11 @@ from mixedopt.checkpoint.check import (
     differences,
     entry_problems,
     group_problems,
+    hyperparameter_problems,
 )
-from mixedopt.copies import copied
+from mixedopt.checkpoint.first_state import first_state
+from mixedopt.copies import copied, mapped
 from mixedopt.errors import CheckpointError
-from mixedopt.masters import HALF_DTYPES
 
 
 class IncompatibleKeys(NamedTuple):
@@ -47,9 +53,9 @@ class Checkpoint:
     """A validated state dict, in terms of this optimizer's parameter order.
 
     Attributes:
-        inner: what the inner optimizer is to load; tensors are copies.
+        inner: what the inner optimizer is to load; its tensors are the saved ones.
         masters: position -> fp32 master, as saved; empty for a plain torch dict.
-        extras: the content of the ``mixedopt`` key, ``None`` for plain torch.
+        extras: what the dict says of itself, ``None`` for plain torch.
         keys: names that did not match.
     """
 
@@ -59,28 +65,54 @@ class Checkpoint:
     keys: IncompatibleKeys
 
 
-def pack(inner: Mapping[str, Any], places: Sequence[Place], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Add masters and our own keys to the inner optimizer's state dict.
+def pack(inner: torch.optim.Optimizer, places: Sequence[Place], extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inner optimizer's state dict with masters and our own keys.
+
+    For parameters that have none yet, it shows the state that their first step
+    will make, so that who reads into it finds a place for everything; ``fresh``
+    names them, and a load makes nothing of it.
 
     Args:
-        inner: what ``inner.state_dict()`` returned. Not modified.
+        inner: the wrapped optimizer. Not modified.
         places: every parameter, in group order.
-        extras: loss scale and counters.
+        extras: policy, loss scale and counters.
     """
-    state = {key: dict(entry) if isinstance(entry, Mapping) else entry for key, entry in inner.get("state", {}).items()}
+    written = inner.state_dict()
+    state = {key: dict(v) if isinstance(v, Mapping) else v for key, v in written.get("state", {}).items()}
+    shown = _shown(inner, places)
     for index, place in enumerate(places):
         if place.master is not None:
-            state[index] = {"master": place.master.detach(), **state.get(index, {})}
+            state[index] = {"master": place.master.detach(), **shown.get(index, {}), **state.get(index, {})}
+    fresh = [places[index].name for index in shown]
+    about = {"format": FORMAT, "optimizer": type(inner).__name__, "fresh": fresh, **extras}
+    groups = [dict(group) for group in written.get("param_groups", [{"params": list(range(len(places)))}])]
+    groups[0][KEY] = json.dumps(about)
     names = [place.name for place in places]
-    groups = inner.get("param_groups", [{"params": list(range(len(places)))}])
-    about = {"format": FORMAT, "names": names, "inner_keys": list(inner), **extras}
-    return {**inner, "state": state, "param_groups": groups, KEY: about}
+    about = {**about, "names": names, "inner_keys": list(written)}
+    return {**written, "state": state, "param_groups": groups, KEY: about}
+
+
+def _shown(inner: torch.optim.Optimizer, places: Sequence[Place]) -> dict[int, dict[str, Any]]:
+    """Return the state to come of parameters without any, as if no step had been counted."""
+    waiting = [index for index, place in enumerate(places) if place.master is not None and not place.state]
+    small = first_state(inner) if waiting else None
+    if small is None or not any(small[index] for index in waiting):
+        return {}
+    full = first_state(inner, whole=waiting) or small
+    return {index: _uncounted(full[index]) for index in waiting if full[index]}
+
+
+def _uncounted(entry: Mapping[str, Any]) -> dict[str, Any]:
+    step = entry.get("step")
+    return (
+        {**entry, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0} if "step" in entry else {**entry}
+    )
 
 
 def unpack(
     saved: Mapping[str, Any],
+    inner: torch.optim.Optimizer,
     places: Sequence[Place],
-    group_sizes: Sequence[int],
     *,
     strict: bool,
     policy: str | None = None,
@@ -88,98 +120,171 @@ def unpack(
     """Check a state dict against this optimizer; write nothing.
 
     Parameters are matched by name where the dict has names, else by position.
-    A cast policy other than ``policy``, as text, is a difference if ``strict``.
+
+    Args:
+        saved: the state dict.
+        inner: the wrapped optimizer. Not modified.
+        places: every parameter, in group order.
+        strict: anything that differs is an error. Otherwise what matches by
+            name is taken; the scale, too, if it is of the same kind.
+        policy: the cast policy here, as text.
 
     Raises:
         CheckpointError: lists what differs. Nothing was loaded.
 
     Syncs: one read per parameter.
     """
-    check_structure(saved)
-    extras = saved.get(KEY)
+    extras = _about(saved)
+    check_structure(saved, extras)
     if strict:
         check_policy((extras or {}).get("policy"), policy)
-    if len(saved["param_groups"]) == 1 and "param_groups" not in _inner_keys(saved):
-        group_sizes = [sum(group_sizes)]  # the inner optimizer writes no groups
-    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
-    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    sizes = [len(group["params"]) for group in inner.param_groups]
+    if len(saved["param_groups"]) == 1 and "param_groups" not in _inner_keys(saved, extras):
+        sizes = [sum(sizes)]  # the inner optimizer writes no groups
     names = [place.name for place in places]
-    saved_names = _saved_names(ids, names, saved)
-    entries = {name: saved["state"].get(i, {}) for i, name in zip(ids, saved_names, strict=False)}
-    keys = IncompatibleKeys(
-        [name for name in names if name not in entries], [name for name in entries if name not in set(names)]
-    )
-    if not strict and extras is not None:
-        keys.missing_keys.extend(
-            p.name for p in places if p.master is not None and "master" not in entries.get(p.name, ["master"])
-        )
-    problems = group_problems(saved_sizes, group_sizes, by_position=strict or extras is None)
-    if strict:
-        problems += [f"no parameter {name!r}" for name in keys.missing_keys]
-        problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
-    for place in places:
-        if place.name in entries:
-            problems += entry_problems(place, entries[place.name], needs_master=strict and extras is not None)
+    groups = _named_groups(saved, extras, names)
+    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
+    entries = dict(zip([n for group in groups for n in group], [saved["state"].get(i, {}) for i in ids], strict=True))
+    problems = _shared_problems(saved, inner, groups, _cut(names, sizes), strict=strict)
     if problems:
         raise differences(problems)
-    found = {index: entries[name] for index, name in enumerate(names) if name in entries}
+    keys = IncompatibleKeys([n for n in names if n not in entries], [n for n in entries if n not in set(names)])
+    wanting, unfit = _unfit(saved, inner, places, entries, extras, strict=strict)
+    if strict:
+        problems = [f"no parameter {name!r}" for name in keys.missing_keys]
+        problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
+        problems += _unowned(saved, ids, extras)
+        problems += [problem for found in unfit.values() for problem in found]
+        if problems:
+            raise differences(problems)
+    fresh = set((extras or {}).get("fresh", ()))
+    keys.missing_keys.extend([*unfit, *(name for name in wanting if name not in unfit)])
+    keys.unexpected_keys.extend(unfit)
+    found = {i: entries[name] for i, name in enumerate(names) if name in entries and name not in unfit}
+    stepped = {i: {} if names[i] in fresh else entry for i, entry in found.items()}
     return Checkpoint(
-        _for_inner(saved, found, set(ids), group_sizes),
+        _for_inner(saved, stepped, set(ids), sizes, extras),
         {index: entry["master"] for index, entry in found.items() if "master" in entry},
         extras,
         keys,
     )
 
 
-def _for_inner(
-    saved: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]], ids: set[Any], sizes: Sequence[int]
-) -> dict[str, Any]:
-    """Return copies of what the inner optimizer wrote, numbered by position."""
-    state = {i: {k: copied(v) for k, v in entry.items() if k != "master"} for i, entry in found.items()}
-    shared = {k: copied(v) for k, v in saved["state"].items() if k not in ids and not isinstance(k, int)}
-    new = {key: copied(value) for key, value in saved.items() if key not in ("state", "param_groups", KEY)}
-    new["state"] = {**{index: entry for index, entry in state.items() if entry}, **shared}
-    new["param_groups"] = _renumbered(saved["param_groups"], sizes)
-    return {key: value for key, value in new.items() if key in _inner_keys(saved)}
-
-
-def _inner_keys(saved: Mapping[str, Any]) -> list[str]:
-    written: Sequence[str] | None = (saved.get(KEY) or {}).get("inner_keys")
-    return [key for key in saved if key != KEY] if written is None else list(written)
-
-
-def load_inner_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
-    """Load into ``inner``; if that raises, ``inner`` is as it was.
-
-    Raises:
-        CheckpointError: with the inner optimizer's own words.
-    """
-    before = inner.state, inner.param_groups  # torch replaces both, it does not write into them
+def _about(saved: Any) -> Any:
+    """Return what a state dict says of itself: under its key, or as text in a group."""
+    if not isinstance(saved, Mapping) or saved.get(KEY) is not None:
+        return saved.get(KEY) if isinstance(saved, Mapping) else None
+    groups: Any = saved.get("param_groups")
+    texts = [g[KEY] for g in groups if isinstance(g, Mapping) and KEY in g] if isinstance(groups, list) else []
+    if not texts:
+        return None
     try:
-        inner.load_state_dict(loaded.inner)
-    except Exception as error:
-        inner.state, inner.param_groups = before
-        raise CheckpointError(f"{type(inner).__name__} refused the state: {error}. Nothing was loaded.") from error
-    params = [param for group in inner.param_groups for param in group["params"]]
-    for index, entry in loaded.inner.get("state", {}).items():
-        if isinstance(index, int) and params[index].dtype in HALF_DTYPES:  # frozen: torch has cast its state to half
-            inner.state[params[index]] = entry
+        about = dict(json.loads(texts[0]))
+        names = [str(identity) for group in groups for identity in group["params"]]
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"state_dict has an unreadable {KEY!r} text ({error}). Nothing was loaded.") from error
+    return {**about, "names": names, "inner_keys": ["state", "param_groups"]}
 
 
-def _saved_names(ids: list[Any], names: Sequence[str], saved: Mapping[str, Any]) -> list[str]:
-    if saved.get(KEY) is not None:
-        return list(saved[KEY]["names"])
+def _named_groups(saved: Mapping[str, Any], extras: Mapping[str, Any] | None, names: list[str]) -> list[list[str]]:
+    """Return the names of the saved parameters, by group."""
+    sizes = [len(group["params"]) for group in saved["param_groups"]]
+    if extras is not None:
+        return _cut(list(extras["names"]), sizes)
+    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     given = [name for group in saved["param_groups"] for name in group.get("param_names", [])]
     if sorted(given) == sorted(names):
-        return given
+        return _cut(given, sizes)
     if ids and all(isinstance(identity, str) for identity in ids):
-        return ids  # names serve as ids in torch.distributed.checkpoint
-    return list(names)[: len(ids)]
+        return _cut(ids, sizes)  # names serve as ids in torch.distributed.checkpoint
+    return _cut([*names, *(f"number {n}" for n in range(len(names), len(ids)))], sizes)
 
 
-def _renumbered(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+def _cut(items: list[str], sizes: Sequence[int]) -> list[list[str]]:
+    source = iter(items)
+    return [[next(source) for _ in range(size)] for size in sizes]
+
+
+def _shared_problems(
+    saved: Mapping[str, Any],
+    inner: torch.optim.Optimizer,
+    groups: list[list[str]],
+    ours: list[list[str]],
+    *,
+    strict: bool,
+) -> list[str]:
+    """Return what differs between the optimizers and their groups: it cannot be left out."""
+    by_position = all(isinstance(i, int) for group in saved["param_groups"] for i in group["params"])
+    named = _about(saved) is not None or not by_position
+    if not named and [len(group) for group in groups] != [len(group) for group in ours]:
+        return [f"parameter groups of sizes {[len(g) for g in groups]}, here {[len(g) for g in ours]}"]
+    problems = group_problems(groups, ours, strict=strict)
+    written = (_about(saved) or {}).get("optimizer")
+    if strict and written not in (None, type(inner).__name__):
+        problems.append(f"the state of {written}, here {type(inner).__name__}")
+    if not problems and len(saved["param_groups"]) == len(inner.param_groups):
+        problems += hyperparameter_problems(saved["param_groups"], inner.param_groups, inner.defaults)
+    return problems
+
+
+def _unfit(
+    saved: Mapping[str, Any],
+    inner: torch.optim.Optimizer,
+    places: Sequence[Place],
+    entries: Mapping[str, Mapping[str, Any]],
+    extras: Mapping[str, Any] | None,
+    *,
+    strict: bool,
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return who lacks a master, and for each parameter that does not fit what is wrong."""
+    known = type(inner).__module__.startswith("torch.optim.")  # others may make their state as they please
+    expected = (first_state(inner, saved["param_groups"]) if known else None) or [{} for _ in places]
+    unfit, wanting = {}, []
+    for place, small in zip(places, expected, strict=True):
+        if place.name not in entries:
+            continue
+        entry = entries[place.name]
+        needs_master = extras is not None and strict
+        if problems := entry_problems(place, entry, small, needs_master=needs_master):
+            unfit[place.name] = problems
+        if extras is not None and place.master is not None and "master" not in entry:
+            wanting.append(place.name)
+    return wanting, unfit
+
+
+def _unowned(saved: Mapping[str, Any], ids: list[Any], extras: Mapping[str, Any] | None) -> list[str]:
+    """Return the numbers in the state that no group has; what an inner optimizer shares has other keys."""
+    numbers = [key for key in saved["state"] if type(key) is int and key not in set(ids)]
+    return [f"state for number {key}, which no group has" for key in numbers]
+
+
+def _for_inner(
+    saved: Mapping[str, Any],
+    found: Mapping[int, Mapping[str, Any]],
+    ids: set[Any],
+    sizes: Sequence[int],
+    extras: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what the inner optimizer wrote, numbered by position; tensors of the state are the saved ones."""
+    own = {i: {k: _held(v) for k, v in entry.items() if k != "master"} for i, entry in found.items()}
+    shared = {k: _held(v) for k, v in saved["state"].items() if k not in ids and not isinstance(k, int)}
+    new = {key: copied(value) for key, value in saved.items() if key not in ("state", "param_groups", KEY)}
+    new["state"] = {**{index: entry for index, entry in own.items() if entry}, **shared}
     positions = iter(range(sum(sizes)))
-    return [
-        {**{key: copied(value) for key, value in group.items()}, "params": [next(positions) for _ in range(size)]}
-        for group, size in zip(groups, sizes, strict=True)
+    new["param_groups"] = [
+        {
+            **{key: copied(value) for key, value in group.items() if key not in (KEY, "params")},
+            "params": [next(positions) for _ in range(size)],
+        }
+        for group, size in zip(saved["param_groups"], sizes, strict=True)
     ]
+    return {key: value for key, value in new.items() if key in _inner_keys(saved, extras)}
+
+
+def _held(value: Any) -> Any:
+    return mapped(value, lambda tensor: tensor)
+
+
+def _inner_keys(saved: Mapping[str, Any], extras: Mapping[str, Any] | None) -> list[str]:
+    written: Sequence[str] | None = (extras or {}).get("inner_keys")
+    return [key for key in saved if key != KEY] if written is None else list(written)
