@@ -122,7 +122,8 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     joined = None if root is None else handle_of(root)
     plan = None if root is None or joined else plan_casts(options.policy or CastPolicy.default(), root, options.dtype)
     names = validate.parameters(inner, root)
-    dtypes = {p: p.dtype if plan is None else plan.dtypes.get(name, p.dtype) for p, name in names.items()}
+    planned = {} if plan is None else {p: plan.dtypes[n] for n, p in plan.model.named_parameters() if n in plan.dtypes}
+    dtypes = {param: planned.get(param, param.dtype) for param in names}
     shared = options.loss_scale if isinstance(options.loss_scale, SharedLossScale) else None
     scaler = _scaler(options.loss_scale, dtypes)
     if plan is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt.masters import HALF_DTYPES, MasterWeights
+from mixedopt.naming import canonical, wrappers
 from mixedopt.policy import remove_casts_
 
 
@@ -18,10 +19,12 @@ def master_state_dict(masters: MasterWeights, model: nn.Module | None) -> dict[s
         pairs = ((n, m) for b in masters.buckets for n, m in zip(b.names, b.masters, strict=True))
         return {name: master.detach().clone() for name, master in pairs}
     copies: dict[int, Tensor] = {}  # tied names share their copy, as in torch
+    added = wrappers(model)
     exported = model.state_dict(keep_vars=True)
-    for name, value in exported.items():
-        if isinstance(value, Tensor):
-            exported[name] = copies.setdefault(id(value), _widened(masters, value))
+    for name in list(exported):
+        value = exported.pop(name)
+        new = copies.setdefault(id(value), _widened(masters, value)) if isinstance(value, Tensor) else value
+        exported[canonical(name, added)] = new
     return exported
 
 

@@ -15,6 +15,7 @@ from mixedopt.errors import StepOrderError, shown
 from mixedopt.flat import plan_layout
 from mixedopt.groups import is_wrapped
 from mixedopt.masters import HALF_DTYPES
+from mixedopt.naming import canonical, wrappers
 from mixedopt.policy import CastPolicy, PolicyHandle, check_dtype, check_model_and_policy
 from mixedopt.scaler import LossScaler
 
@@ -185,6 +186,12 @@ def parameters(inner: torch.optim.Optimizer, root: nn.Module | None) -> dict[nn.
     return names
 
 
+def named(root: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the canonical name of every parameter."""
+    added = wrappers(root)
+    return {param: canonical(name, added) for name, param in root.named_parameters()}
+
+
 def new_parameters(
     params: Sequence[Any],
     known: Mapping[nn.Parameter, str],
@@ -193,7 +200,7 @@ def new_parameters(
     given: Sequence[str] | None = None,
 ) -> dict[nn.Parameter, str]:
     """Return name by parameter for one group; raises as ``parameters``."""
-    of_model = {} if root is None else {param: name for name, param in root.named_parameters()}
+    of_model = {} if root is None else named(root)
     fresh: dict[nn.Parameter, str] = {}
     for position, param in enumerate(params):
         name = given[position] if given else f"group{group}.param{position}"

@@ -14,6 +14,10 @@ from mixedopt.errors import CheckpointError
 
 FORMAT = 1
 KEY = "mixedopt"
+# What a state dict of version 1 says of itself.
+ABOUT = (
+    "format", "names", "optimizer", "inner_keys", "fresh", "policy", "loss_scale", "applied_steps", "skipped_steps",
+)  # fmt: skip
 SHOWN = 10
 
 
@@ -55,6 +59,8 @@ def check_structure(saved: Any, about: Any) -> None:
         raise differences(["a 'state' that is not a dict of dicts"])
     if about is not None:
         _check_about(about, len(ids))
+        if set(ids) not in (set(range(len(ids))), set(about["names"])):
+            raise differences(["'params' that are neither the numbers from 0 on nor the names"])
 
 
 def _check_about(about: Any, count: int) -> None:
@@ -65,19 +71,24 @@ def _check_about(about: Any, count: int) -> None:
             f"state_dict has format {about.get('format')!r}, this version reads {FORMAT}. Nothing was loaded. "
             "Load it with the mixedopt version that wrote it."
         )
-    names: Any = about.get("names")
-    if not (_is_list_of_text(names) and isinstance(about.get("loss_scale"), Mapping)):
-        raise differences([f"no names or no loss scale under {KEY!r}"])
+    if missing := [key for key in ABOUT if key not in about]:
+        raise differences([f"no {key!r} under {KEY!r}" for key in missing])
+    names: Any = about["names"]
+    if not _is_list_of_text(names):
+        raise differences([f"'names' under {KEY!r} that are not a list of names"])
+    if not isinstance(about["loss_scale"], Mapping):
+        raise differences([f"a loss scale that is not a dict under {KEY!r}"])
     if len(names) != count or len(set(names)) != count:
         raise differences([f"{len(set(names))} names for {count} parameters"])
     for key in ("inner_keys", "fresh"):
-        if not _is_list_of_text(about.get(key, [])):
+        if not _is_list_of_text(about[key]):
             raise differences([f"{key!r} under {KEY!r} that are not a list of names"])
-    if not isinstance(about.get("policy"), (str, type(None))):
-        raise differences([f"a policy that is not text under {KEY!r}"])
+    for key in ("optimizer", "policy"):
+        if not isinstance(about[key], (str, type(None))):
+            raise differences([f"{key!r} under {KEY!r} that is not text"])
     for counter in ("applied_steps", "skipped_steps"):
-        if not (type(about.get(counter)) is int and about[counter] >= 0):
-            raise differences([f"{counter} = {about.get(counter)!r}, not a count"])
+        if not (type(about[counter]) is int and 0 <= about[counter] < 2**63):
+            raise differences([f"{counter} = {about[counter]!r}, not a count"])
 
 
 def _is_list_of_text(value: Any) -> bool:
@@ -123,7 +134,7 @@ def hyperparameter_problems(
 def _alike(saved: Any, ours: Any) -> bool:
     """True iff a hyperparameter could have become the other in the course of a training."""
     if ours is None or isinstance(ours, bool):
-        return saved is None or isinstance(saved, (bool, int, float, str, Tensor))
+        return saved is None or isinstance(saved, (bool, int) if isinstance(ours, bool) else (bool, int, float, Tensor))
     if isinstance(ours, (int, float, Tensor)):
         number = isinstance(saved, (int, float)) or (isinstance(saved, Tensor) and saved.numel() == 1)
         return number and not isinstance(saved, bool) and not math.isnan(float(saved))
@@ -143,11 +154,11 @@ def entry_problems(
         entry: what was saved for it.
         expected: the state as the first step makes it for a parameter two
             values long in every dimension, empty if that is not known.
-        needs_master: it must have one.
+        needs_master: it must have one, and all of the state that is expected.
     """
     problems = []
     state = {key: value for key, value in entry.items() if key != "master"}
-    if state:
+    if state or (needs_master and "master" in entry):
         problems += [f"no {key!r} for {place.name!r}" for key in expected if key not in state]
     for key, value in state.items():
         wanted = place.state.get(key)
@@ -166,6 +177,8 @@ def _full(param: nn.Parameter, seen: Any) -> Any:
     if not isinstance(seen, Tensor):
         return seen
     small = tuple(min(size, 2) for size in param.shape)
+    if not seen.dim():
+        return seen
     return torch.empty(param.shape, dtype=seen.dtype, device="meta") if tuple(seen.shape) == small else seen.dtype
 
 
@@ -176,7 +189,7 @@ def _value_problems(what: str, value: Any, wanted: Any) -> list[str]:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return [] if isinstance(wanted, torch.dtype) or wanted.numel() == 1 else [f"a number as {what}"]
         if not isinstance(value, Tensor):
-            return [f"a {type(value).__name__} as {what}"] if value is not None else []
+            return [] if value is None and "momentum_buffer" in what else [f"a {type(value).__name__} as {what}"]
         if isinstance(wanted, Tensor) and wanted.shape != value.shape:
             return [f"{what} of shape {tuple(value.shape)}, here {tuple(wanted.shape)}"]
         if value.is_floating_point() != dtype.is_floating_point or value.is_complex() != dtype.is_complex:

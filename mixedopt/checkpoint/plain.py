@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mixedopt.copies import copied
 from mixedopt.errors import CheckpointError
+from mixedopt.naming import canonical, wrappers
 
 
 class Trained(Protocol):
@@ -70,7 +71,8 @@ def save_fp32_safetensors(path: str | os.PathLike[str], model: nn.Module, optimi
     except ImportError as error:
         raise ImportError("save_fp32_safetensors() needs safetensors: pip install safetensors.") from error
     weights = optimizer.master_state_dict()
-    names = {name.replace("_orig_mod.", "").removeprefix("module.") for name in model.state_dict()}
+    added = wrappers(model)
+    names = {canonical(name, added) for name in model.state_dict()}
     if names != set(weights):
         one = min(names ^ set(weights))
         raise CheckpointError(
