@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from mixedopt import CheckpointError, DynamicLossScale, MixedPrecisionOptimizer, StaticLossScale
 from mixedopt.checkpoint import export_state, save_fp32_safetensors
+from mixedopt.copies import mapped
 
 SEED = 20180430
 DAMAGES = 200
@@ -372,7 +373,8 @@ def test_a_plain_optimizer_goes_on_from_the_export(inner: Inner, device: torch.d
         param.grad = grad.float()
     bare.step()
     assert_same(optimizer.master_state_dict(), dict(plain.state_dict()))
-    assert_same(export_state(optimizer), through_file(bare.state_dict()))
+    # Torch has moved NAdam's product to the device of the parameters.
+    assert_same(mapped(export_state(optimizer), Tensor.cpu), mapped(through_file(bare.state_dict()), Tensor.cpu))
 
     back = MixedPrecisionOptimizer(inner(groups_of(plain)), plain, dtype=dtype, loss_scale=SMALL_SCALE)
     back.load_state_dict(through_file(bare.state_dict()))

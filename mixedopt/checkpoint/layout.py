@@ -54,12 +54,14 @@ class Checkpoint:
 
     Attributes:
         inner: what the inner optimizer is to load; its tensors are the saved ones.
+        expected: for every position, the state as a first step makes it, empty if that is not known.
         masters: position -> fp32 master, as saved; empty for a plain torch dict.
         extras: what the dict says of itself, ``None`` for plain torch.
         keys: names that did not match.
     """
 
     inner: dict[str, Any]
+    expected: Sequence[Mapping[str, Any]]
     masters: dict[int, Tensor]
     extras: dict[str, Any] | None
     keys: IncompatibleKeys
@@ -149,7 +151,8 @@ def unpack(
     if problems:
         raise differences(problems)
     keys = IncompatibleKeys([n for n in names if n not in entries], [n for n in entries if n not in set(names)])
-    wanting, unfit = _unfit(saved, inner, places, entries, extras, strict=strict)
+    expected = _expected(saved, inner, places)
+    wanting, unfit = _unfit(places, entries, expected, strict=strict, ours=extras is not None)
     if strict:
         problems = [f"no parameter {name!r}" for name in keys.missing_keys]
         problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
@@ -164,6 +167,7 @@ def unpack(
     stepped = {i: {} if names[i] in fresh else entry for i, entry in found.items()}
     return Checkpoint(
         _for_inner(saved, stepped, set(ids), sizes, extras),
+        expected,
         {index: entry["master"] for index, entry in found.items() if "master" in entry},
         extras,
         keys,
@@ -227,27 +231,33 @@ def _shared_problems(
     return problems
 
 
+def _expected(
+    saved: Mapping[str, Any], inner: torch.optim.Optimizer, places: Sequence[Place]
+) -> list[Mapping[str, Any]]:
+    """Return for every parameter the state that a first step makes, small, with the hyperparameters of the file."""
+    if not type(inner).__module__.startswith("torch.optim."):  # others may make their state as they please
+        return [{} for _ in places]
+    made = first_state(inner, saved["param_groups"]) or [{} for _ in places]
+    return [seen or place.state for seen, place in zip(made, places, strict=True)]
+
+
 def _unfit(
-    saved: Mapping[str, Any],
-    inner: torch.optim.Optimizer,
     places: Sequence[Place],
     entries: Mapping[str, Mapping[str, Any]],
-    extras: Mapping[str, Any] | None,
+    expected: Sequence[Mapping[str, Any]],
     *,
     strict: bool,
+    ours: bool,
 ) -> tuple[list[str], dict[str, list[str]]]:
     """Return who lacks a master, and for each parameter that does not fit what is wrong."""
-    known = type(inner).__module__.startswith("torch.optim.")  # others may make their state as they please
-    expected = (first_state(inner, saved["param_groups"]) if known else None) or [{} for _ in places]
     unfit, wanting = {}, []
     for place, small in zip(places, expected, strict=True):
         if place.name not in entries:
             continue
         entry = entries[place.name]
-        needs_master = extras is not None and strict
-        if problems := entry_problems(place, entry, small, needs_master=needs_master):
+        if problems := entry_problems(place, entry, small, needs_master=ours and strict):
             unfit[place.name] = problems
-        if extras is not None and place.master is not None and "master" not in entry:
+        if ours and place.master is not None and "master" not in entry:
             wanting.append(place.name)
     return wanting, unfit
 

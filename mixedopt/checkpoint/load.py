@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def load_inner_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
         inner.load_state_dict(loaded.inner)
         _keep_what_is_missing_(inner, before[1])
         _undo_rounding_(inner, loaded)
+        _bring_home_(inner, loaded.expected)
         _own_(inner.state, before[0], loaded.inner.get("state", {}))
     except CheckpointError:
         inner.state, inner.param_groups = before
@@ -74,6 +75,17 @@ def _undo_rounding_(inner: torch.optim.Optimizer, loaded: Checkpoint) -> None:
     for index, entry in loaded.inner.get("state", {}).items():
         if isinstance(index, int) and params[index].dtype in HALF_DTYPES:
             inner.state[params[index]] = dict(entry)
+
+
+def _bring_home_(inner: torch.optim.Optimizer, expected: Sequence[Mapping[str, Any]]) -> None:
+    """Put state where a first step puts it: torch moves all but ``step`` to the parameter, NAdam's product, too."""
+    params = [param for group in inner.param_groups for param in group["params"]]
+    for param, seen in zip(params, expected, strict=True):
+        entry = inner.state.get(param, {})
+        for key, made in seen.items():
+            value = entry.get(key)
+            if isinstance(value, Tensor) and isinstance(made, Tensor) and value.device != made.device:
+                entry[key] = value.to(made.device)
 
 
 def _own_(state: Any, before: Mapping[Any, Any], saved: Any) -> None:
