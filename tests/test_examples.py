@@ -131,7 +131,21 @@ def blocks(language: str, file: str = "README.md") -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (ROOT / file).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/recipes.md", "docs/cast-policy.md"])
+def test_benchmark_checkpoint_prints_its_tables() -> None:
+    """Saving and loading, beside torch's."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.syspath_prepend(EXAMPLES)
+        ratios = importlib.import_module("benchmark_checkpoint").main(["--tiny", "--rounds", "2"])
+    for arms in ratios.values():
+        assert {"mixedopt save", "mixedopt load", "mixedopt load, mmap"} <= arms.keys()
+        assert all(ratio > 0 for ratio in arms.values())
+    assert "x base" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["README.md", "docs/recipes.md", "docs/cast-policy.md", "docs/checkpoint-format.md", "docs/from-other-tools.md"],
+)
 def test_the_python_blocks_of_a_page_run(file: str) -> None:
     """A newcomer can paste them, one after the other."""
     assert blocks("python", file)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from mixedopt.checkpoint.replacing import replacing
 from mixedopt.copies import copied
 from mixedopt.errors import CheckpointError
 from mixedopt.naming import canonical, wrappers
@@ -86,12 +85,5 @@ def save_fp32_safetensors(path: str | os.PathLike[str], model: nn.Module, optimi
         tied = value.data_ptr() in seen and value.numel() > 0
         seen.add(value.data_ptr())
         weights[name] = value.clone() if tied else value.contiguous()
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    try:
+    with replacing(path) as temporary:
         save_file(weights, temporary, metadata={"format": "pt"})
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
