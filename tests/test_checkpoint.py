@@ -283,7 +283,7 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "missing master": (
-        r"^state_dict has no master weight for 'head.bias'\. Nothing was loaded\.$",
+        r"^state_dict has no master weight for 'head.bias' \(if it was frozen then, load with strict=False\)\. ",
         lambda s: entry(s, "head.bias").pop("master") is None,
     ),
     "wrong shape": (

@@ -663,3 +663,10 @@ def test_an_error_of_torch_is_passed_on(saved: Path) -> None:
     with pytest.raises(RuntimeError, match="nowhere"):
         load(saved, map_location="nowhere")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("mixedopt")]
+
+
+def test_paths_may_be_bytes_and_names_long(tmp_path: Path) -> None:
+    """As ``open`` takes them."""
+    for path in (os.fsencode(tmp_path / "bytes.pt"), tmp_path / ("x" * 240)):
+        save(path, step=3)
+        assert load(path) == {"step": 3}

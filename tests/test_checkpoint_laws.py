@@ -21,6 +21,7 @@ from models import (
     loss_of,
     masters_of,
     overflow,
+    seeded,
     snapshot,
     through_file,
     train,
@@ -166,6 +167,38 @@ def test_a_shape_that_does_not_fit_is_left_out_if_not_strict(device: torch.devic
     assert_same({n: before[n] for n in keys.missing_keys}, {n: after[n] for n in keys.missing_keys})
     assert_same(saved["state"][names.index("hidden.weight")]["master"], after["hidden.weight"])
     assert optimizer.applied_steps == 3
+
+
+def test_parameters_in_other_groups_keep_the_hyperparameters_here(device: torch.device, dtype: torch.dtype) -> None:
+    """Those of the file belong to others."""
+    saved = trained(device, dtype)
+    _, optimizer = wrapped(device, dtype, other_groups)
+    for group, lr in zip(optimizer.param_groups, (0.5, 0.25), strict=True):
+        group["lr"] = lr
+    assert optimizer.load_state_dict(saved, strict=False) == ([], [])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    assert_same(saved["state"][0]["master"], masters_of(optimizer)[saved["mixedopt"]["names"][0]])
+
+
+@pytest.mark.parametrize("from_model", [True, False])
+def test_without_a_model_on_one_side_places_count(from_model: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """A ``model.half()`` run and one with a model read each other's checkpoints, shapes checked."""
+
+    def build(*, with_model: bool, width: int = 8) -> MixedPrecisionOptimizer:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)), device)
+        if not with_model:
+            model.to(dtype)
+        inner = make_adamw(model.parameters())
+        return MixedPrecisionOptimizer(inner, model if with_model else None, dtype=dtype, loss_scale=4.0)
+
+    source = build(with_model=from_model)
+    force_grads(source, 1e-3)
+    source.step()
+    target = build(with_model=not from_model)
+    assert target.load_state_dict(through_file(source.state_dict())) == ([], [])
+    assert_same(list(masters_of(source).values()), list(masters_of(target).values()))
+    with pytest.raises(CheckpointError, match="of shape"):
+        build(with_model=not from_model, width=6).load_state_dict(source.state_dict())
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from models import DynamicLossScale, assert_same, differs, loss_of, overflow, snapshot, wrapped
+from models import (
+    DynamicLossScale,
+    assert_same,
+    differs,
+    loss_of,
+    overflow,
+    snapshot,
+    two_group_model,
+    two_groups,
+    wrapped,
+)
 from models import adamw as make_adamw
 from models import momentum as make_momentum
 from torch import distributed as dist
@@ -161,6 +171,21 @@ def test_looking_at_a_fresh_optimizer_changes_nothing(
     go_on(run, range(3))
     go_on(resumed, range(3))
     assert_same(run[1].state_dict(), resumed[1].state_dict())
+
+
+def test_a_half_model_without_casts_is_served(tmp_path: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Without ``model=`` the optimizer knows no names, DCP does: they stand for the places."""
+
+    def build() -> Run:
+        model = two_group_model(device).to(dtype)
+        return model, MixedPrecisionOptimizer(make_adamw(two_groups(model)), loss_scale=MOVING)
+
+    source, target = build(), build()
+    go_on(source, range(2))
+    by_functions(source, target, tmp_path)
+    go_on(source, range(2, 4))
+    go_on(target, range(2, 4))
+    assert_same(source[1].state_dict(), target[1].state_dict())
 
 
 def test_a_flattened_state_is_told_apart(

@@ -519,7 +519,10 @@ def test_a_missing_master_has_the_message_of_the_house(device: torch.device, dty
     before = snapshot(model, optimizer)
     with pytest.raises(CheckpointError) as caught:
         optimizer.load_state_dict(saved)
-    assert str(caught.value) == "state_dict has no master weight for 'head.bias'. Nothing was loaded."
+    assert str(caught.value) == (
+        "state_dict has no master weight for 'head.bias' (if it was frozen then, load with strict=False). "
+        "Nothing was loaded."
+    )
     assert isinstance(caught.value, ValueError)
     assert_same(before, snapshot(model, optimizer))
 

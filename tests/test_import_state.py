@@ -40,7 +40,7 @@ from models import (
 from torch import Tensor, nn
 
 from mixedopt import CheckpointError, DynamicLossScale, MixedPrecisionOptimizer, StaticLossScale, StepOrderError
-from mixedopt.checkpoint import Imported, import_state
+from mixedopt.checkpoint import Imported, import_state, save
 from mixedopt.loss_scale import state_from_dict, update
 
 CPU = torch.device("cpu")
@@ -1036,11 +1036,45 @@ def test_partitioned_checkpoints_are_refused_by_name(saved: dict[str, Any], tool
     refused(saved, f"{tool}.*Consolidate it")
 
 
-def test_our_own_state_dict_is_sent_home() -> None:
-    """It needs no import."""
+def test_a_scaler_that_is_none_is_lost_aloud() -> None:
+    """Its keys are not those of a GradScaler."""
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    del scaler["growth_factor"]
+    bare = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    imported = import_state({"optimizer": bare.state_dict(), "scaler": scaler})
+    assert any("'scaler'" in text for text in imported.lost)
+
+
+@pytest.mark.parametrize("within", ["alone", "in a dict", "in a file"])
+def test_our_own_state_dict_is_sent_home(within: str, tmp_path: Path) -> None:
+    """It needs no import, which would lose the masters and S."""
     _, optimizer = trained_pair(adamw, torch.float16)
-    with pytest.raises(CheckpointError, match="own state_dict"):
-        import_state(optimizer.state_dict())
+    given: Any = optimizer.state_dict()
+    if within == "in a dict":
+        given = {"model": {}, "optimizer": given}
+    elif within == "in a file":
+        save(tmp_path / "run.pt", optimizer=optimizer)
+        given = tmp_path / "run.pt"
+    with pytest.raises(CheckpointError, match=r"own checkpoint\. .* checkpoint\.load\(path\)"):
+        import_state(given)
+
+
+@pytest.mark.parametrize("kind", ["cut short", "empty", "text", "folder"])
+def test_a_file_that_is_none_says_so(kind: str, tmp_path: Path) -> None:
+    """Without advice to run its code."""
+    path = tmp_path / "file"
+    torch.save({"model": torch.zeros(5000)}, path)
+    if kind == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        content = path.read_bytes()
+        path.write_bytes({"cut short": content[:9000], "empty": b"", "text": b"hello"}[kind])
+    with pytest.raises(CheckpointError) as caught:
+        import_state(path)
+    assert "weights_only=False" not in str(caught.value)
+    with pytest.raises(FileNotFoundError):
+        import_state(tmp_path / "none")
 
 
 def test_the_target_must_be_a_wrapper() -> None:

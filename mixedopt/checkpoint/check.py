@@ -168,7 +168,7 @@ def entry_problems(
     if "master" in entry:
         return problems + _master_problems(place, entry["master"])
     if needs_master and place.master is not None:
-        problems.append(f"no master weight for {place.name!r}")
+        problems.append(f"no master weight for {place.name!r} (if it was frozen then, load with strict=False)")
     return problems
 
 

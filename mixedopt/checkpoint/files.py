@@ -132,7 +132,7 @@ def load(path: Path, *, map_location: MAP_LOCATION = None, mmap: bool = False) -
         ...     load(f"{folder}/run.pt")
         {'weights': tensor([1., 1.])}
     """
-    place = os.fspath(path)
+    place = os.fsdecode(path)
     with open(place, "rb") as file, open(place, "rb") as twin:
         if not os.path.sameopenfile(file.fileno(), twin.fileno()):
             return load(path, map_location=map_location, mmap=mmap)  # replaced between the two lines

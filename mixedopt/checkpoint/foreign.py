@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ logger = logging.getLogger("mixedopt")
 
 ZERO = {"base_optimizer_state", "single_partition_of_fp32_groups", "fp32_flat_groups", "zero_stage", "partition_count"}
 MEGATRON = {"fp32_from_fp16_params", "param_state_sharding_type"}
+SCALERS = ("scaler", "grad_scaler", "scaler_state_dict")
 SHARDED = ("DTensor", "ShardedTensor")
 
 
@@ -159,8 +161,11 @@ def import_state(
     saved = _loaded(obj) if isinstance(obj, (str, os.PathLike)) else obj
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"a {type(saved).__name__} is no checkpoint. Nothing was loaded. Pass a dict or a path.")
-    if KEY in saved:
-        raise CheckpointError("this is mixedopt's own state_dict. Load it with optimizer.load_state_dict(...).")
+    if any(KEY in holder for holder in _holders(saved)):
+        raise CheckpointError(
+            "this is mixedopt's own checkpoint. Nothing was loaded. Read the file with checkpoint.load(path), and load "
+            "its state dict with optimizer.load_state_dict(...)."
+        )
     _refuse_partitioned(saved)
     content = READERS[_recognised(saved) if source == "auto" else source](saved)
     check_inner(content)
@@ -168,6 +173,8 @@ def import_state(
     content.dtypes = {name: value.dtype for name, value in (own or {}).items()}
     content.weights = own if weights is None else tensors_by_name(weights)
     _describe_(content, given=weights is not None)
+    if content.scale is None and (named := [key for key in SCALERS if saved.get(key)]):
+        content.lost.append(f"what is under {named[0]!r}: its keys are not those of a GradScaler")
     return Imported(content.source, tuple(content.found), tuple(content.lost), content)
 
 
@@ -175,16 +182,18 @@ def _loaded(path: str | os.PathLike[str]) -> Any:
     if os.path.isdir(path):
         raise CheckpointError(f"{os.fspath(path)!r} is a folder, of shards perhaps. Consolidate it into a file first.")
     try:
-        with torch.serialization.safe_globals(list(STAND_INS)):
+        with torch.serialization.safe_globals(list(STAND_INS)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about TorchScript archives, which are refused here
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
+    except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:  # whatever an unpickler makes of a file
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"it holds {name[1]}" if name else type(error).__name__
+        reason = f"it holds {name[1]}" if name else "it is no whole torch file"
+        trusted = "If you trust it, pass what torch.load(..., weights_only=False) returns."
         raise CheckpointError(
             f"{os.fspath(path)!r} cannot be read as plain data ({reason}), and no code of its own is run. Nothing was "
-            "loaded. If you trust it, pass what torch.load(..., weights_only=False) returns."
+            f"loaded. {trusted if name else 'Use an undamaged copy.'}"
         ) from error
 
 

@@ -18,6 +18,7 @@ inner optimizer writes, beside or inside ``state``, is kept and handed back.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ def unpack(
 ) -> Checkpoint:
     """Check a state dict against this optimizer; write nothing.
 
-    Parameters are matched by name where the dict has names, else by position.
+    Parameters are matched by name, by position where one side has no names.
 
     Args:
         saved: the state dict.
@@ -147,9 +148,11 @@ def unpack(
     groups = _named_groups(saved, extras, names)
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     entries = dict(zip([n for group in groups for n in group], [saved["state"].get(i, {}) for i in ids], strict=True))
-    problems = _shared_problems(saved, inner, groups, _cut(names, sizes), strict=strict)
+    ours = _cut(names, sizes)
+    problems = _shared_problems(saved, inner, groups, ours, strict=strict)
     if problems:
         raise differences(problems)
+    kept = inner.param_groups if group_problems(groups, ours, strict=True) else None
     keys = IncompatibleKeys([n for n in names if n not in entries], [n for n in entries if n not in set(names)])
     expected = _expected(saved, inner, places)
     wanting, unfit = _unfit(places, entries, expected, strict=strict, ours=extras is not None)
@@ -166,7 +169,7 @@ def unpack(
     found = {i: entries[name] for i, name in enumerate(names) if name in entries and name not in unfit}
     stepped = {i: {} if names[i] in fresh else entry for i, entry in found.items()}
     return Checkpoint(
-        _for_inner(saved, stepped, set(ids), sizes, extras),
+        _for_inner(saved, stepped, set(ids), sizes, extras, kept),
         expected,
         {index: entry["master"] for index, entry in found.items() if "master" in entry},
         extras,
@@ -193,15 +196,22 @@ def _about(saved: Any) -> Any:
 def _named_groups(saved: Mapping[str, Any], extras: Mapping[str, Any] | None, names: list[str]) -> list[list[str]]:
     """Return the names of the saved parameters, by group."""
     sizes = [len(group["params"]) for group in saved["param_groups"]]
-    if extras is not None:
-        return _cut(list(extras["names"]), sizes)
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
+    if extras is not None:
+        given = list(extras["names"])
+        placed = len(given) == len(names) and (_are_places(given) or _are_places(names))
+        return _cut(names if placed else given, sizes)
     given = [name for group in saved["param_groups"] for name in group.get("param_names", [])]
     if sorted(given) == sorted(names):
         return _cut(given, sizes)
     if ids and all(isinstance(identity, str) for identity in ids):
         return _cut(ids, sizes)  # names serve as ids in torch.distributed.checkpoint
     return _cut([*names, *(f"number {n}" for n in range(len(names), len(ids)))], sizes)
+
+
+def _are_places(names: Sequence[str]) -> bool:
+    """True iff these are what parameters are called without a model."""
+    return all(re.fullmatch(r"group\d+\.param\d+", name) for name in names)
 
 
 def _cut(items: list[str], sizes: Sequence[int]) -> list[list[str]]:
@@ -274,8 +284,12 @@ def _for_inner(
     ids: set[Any],
     sizes: Sequence[int],
     extras: Mapping[str, Any] | None,
+    kept: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Return what the inner optimizer wrote, numbered by position; tensors of the state are the saved ones."""
+    """Return what the inner optimizer wrote, numbered by position; tensors of the state are the saved ones.
+
+    Hyperparameters are those of ``kept``, if given: parameters are in other groups than they were.
+    """
     own = {i: {k: _held(v) for k, v in entry.items() if k != "master"} for i, entry in found.items()}
     shared = {k: _held(v) for k, v in saved["state"].items() if k not in ids and not isinstance(k, int)}
     new = {key: copied(value) for key, value in saved.items() if key not in ("state", "param_groups", KEY)}
@@ -286,7 +300,7 @@ def _for_inner(
             **{key: copied(value) for key, value in group.items() if key not in (KEY, "params")},
             "params": [next(positions) for _ in range(size)],
         }
-        for group, size in zip(saved["param_groups"], sizes, strict=True)
+        for group, size in zip(kept or saved["param_groups"], sizes, strict=True)
     ]
     return {key: value for key, value in new.items() if key in _inner_keys(saved, extras)}
 

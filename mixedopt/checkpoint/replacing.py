@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 
 from mixedopt.errors import CheckpointError
 
+NAME = 128  # characters of the file's name in that of the temporary file, which must not become too long
+
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
@@ -23,10 +25,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
         CheckpointError: if ``path`` is there and is not a regular file.
         OSError: with the name of ``path``.
     """
-    target = os.path.realpath(path)
+    target = os.path.realpath(os.fsdecode(path))
     mode = _mode(target)
     folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    temporary = os.path.join(folder, f".{name[:NAME]}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     try:
         with _telling(target):
             with open(temporary, "xb"):
