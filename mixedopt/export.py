@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,20 @@ from torch import Tensor, nn
 
 from mixedopt.masters import HALF_DTYPES, MasterWeights
 from mixedopt.naming import canonical, wrappers
-from mixedopt.policy import remove_casts_
+from mixedopt.policy import remove_casts_, unwrap
+
+
+def trained_model(model: nn.Module, names: Mapping[nn.Parameter, str]) -> nn.Module:
+    """Return the bare model, after checking that it has the parameters of ``names``."""
+    root = unwrap(model)
+    own = set(root.parameters())
+    for param, name in names.items():
+        if param not in own:
+            raise ValueError(
+                f"master_state_dict(model): the optimizer trains {name!r}, which is not in this model. Pass the model "
+                "whose parameters it was given."
+            )
+    return root
 
 
 def master_state_dict(masters: MasterWeights, model: nn.Module | None) -> dict[str, Any]:

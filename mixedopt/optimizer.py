@@ -15,7 +15,7 @@ from mixedopt import checkpoint, validate
 from mixedopt.assembly import Options, assemble
 from mixedopt.closures import evaluates_once, step_with_
 from mixedopt.errors import StepOrderError
-from mixedopt.export import master_model, master_state_dict
+from mixedopt.export import master_model, master_state_dict, trained_model
 from mixedopt.groups import GroupView, init_protocol
 from mixedopt.loss_scale import LossScaleConfig
 from mixedopt.policy import CastPolicy, PolicyHandle
@@ -291,13 +291,21 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Iterate over (canonical name, fp32 master) in group order; edit, then ``publish()``."""
         return self._roster.named_masters()
 
-    def master_state_dict(self) -> dict[str, Any]:
+    def master_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Return the fp32 model's state dict: weights from the masters.
 
         Frozen half parameters are widened, tied names all appear, tensors are
         copies; it loads into the unconverted model with ``strict=True``.
+
+        Args:
+            model: that the names come from, if the optimizer was built without
+                one; then they would be ``group0.param0`` and so on.
+
+        Raises:
+            ValueError: ``model`` is not what this optimizer trains.
         """
-        return master_state_dict(self._parts.all_masters(), self._roster.root)
+        root = self._roster.root if model is None else trained_model(model, self._roster.names)
+        return master_state_dict(self._parts.all_masters(), root)
 
     def master_model(self) -> nn.Module:
         """Return the fp32 model over the masters: for evaluation, and for averages.

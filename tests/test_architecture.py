@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint.restore": {"checkpoint.check", "checkpoint.layout", "copies", "errors", "masters"},
     "checkpoint.replacing": {"errors"},
     "checkpoint.files": {"checkpoint.replacing", "errors"},
-    "checkpoint.plain": {"checkpoint.replacing", "copies", "errors", "naming"},
+    "checkpoint.plain": {"checkpoint.replacing", "copies", "errors"},
     "checkpoint.foreign_layouts": {"errors"},
     "checkpoint.foreign_fit": {
         "checkpoint.check",

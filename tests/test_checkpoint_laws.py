@@ -438,9 +438,23 @@ def test_safetensors_hold_the_fp32_model(
     assert_same(found["head.weight"], found["embedding.weight"])
     assert found["ids"].dtype == torch.int64
 
-    with pytest.raises(CheckpointError, match="does not train this model"):
-        save_fp32_safetensors(path, nn.Linear(2, 2), optimizer)
+    for other in (nn.Linear(2, 2), wrapped(device, dtype)[0]):  # another model, another of the same kind
+        with pytest.raises(ValueError, match="which is not in this model"):
+            save_fp32_safetensors(path, other, optimizer)
     assert_same(found, safetensors.load_file(path, device=str(device)))
+
+
+def test_a_half_model_is_exported_under_its_names(tmp_path: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """The optimizer was built without it."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra 'safetensors'")
+    model = two_group_model(device).to(dtype)
+    optimizer = MixedPrecisionOptimizer(make_adamw(two_groups(model)), loss_scale=SMALL_SCALE)
+    train(model, optimizer, range(2))
+    plain = two_group_model(device)
+    plain.load_state_dict(optimizer.master_state_dict(model), strict=True)
+    save_fp32_safetensors(tmp_path / "model", model, optimizer)
+    assert_same(dict(plain.state_dict()), safetensors.load_file(tmp_path / "model", device=str(device)))
+    assert_same(masters_of(optimizer)["group0.param0"], plain.embedding.weight.detach())
 
 
 def test_without_safetensors_an_error_says_what_to_install(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mixedopt.checkpoint.replacing import replacing
 from mixedopt.copies import copied
 from mixedopt.errors import CheckpointError
-from mixedopt.naming import canonical, wrappers
 
 
 class Trained(Protocol):
@@ -21,7 +20,7 @@ class Trained(Protocol):
     def inner(self) -> torch.optim.Optimizer:
         """The wrapped optimizer."""
 
-    def master_state_dict(self) -> dict[str, Any]:
+    def master_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
         """Return the fp32 model's state dict."""
 
 
@@ -61,23 +60,15 @@ def save_fp32_safetensors(path: str | os.PathLike[str], model: nn.Module, optimi
         optimizer: the ``MixedPrecisionOptimizer`` that trains it.
 
     Raises:
-        CheckpointError: ``model`` is not what ``optimizer`` trains, or holds
-            something that is no tensor. Nothing is written.
+        ValueError: ``model`` is not what ``optimizer`` trains. Nothing is written.
+        CheckpointError: it holds something that is no tensor. Nothing is written.
         ImportError: safetensors is not installed.
     """
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("save_fp32_safetensors() needs safetensors: pip install safetensors.") from error
-    weights = optimizer.master_state_dict()
-    added = wrappers(model)
-    names = {canonical(name, added) for name in model.state_dict()}
-    if names != set(weights):
-        one = min(names ^ set(weights))
-        raise CheckpointError(
-            f"save_fp32_safetensors(): the optimizer does not train this model ({one!r} is in one of them only). "
-            "Nothing was written. Pass the model that the optimizer was built with."
-        )
+    weights = optimizer.master_state_dict(model)
     if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(f"save_fp32_safetensors(): {others[0]!r} is no tensor. Nothing was written.")
     seen: set[int] = set()
