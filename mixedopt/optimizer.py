@@ -295,11 +295,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return the fp32 model's state dict: weights from the masters.
 
         Frozen half parameters are widened, tied names all appear, tensors are
-        copies; it loads into the unconverted model with ``strict=True``.
-
-        Args:
-            model: that the names come from, if the optimizer was built without
-                one; then they would be ``group0.param0`` and so on.
+        copies; it loads into the unconverted model with ``strict=True``. An
+        optimizer that was built without ``model`` needs it here for the names.
 
         Raises:
             ValueError: ``model`` is not what this optimizer trains.
