@@ -54,3 +54,5 @@ class Fp32Loads:
             for param, value in offered:
                 if torch.equal(param, value.to(param)):  # it was taken
                     self._masters.of[param].copy_(value)
+            # At once: what the masters show next may be another point, as after a schedule-free eval().
+            self._masters.adopt_(param for param in module.parameters(recurse=False) if param in self._masters.of)

@@ -256,7 +256,8 @@ def state_from_dict(
     if not isinstance(current, cls):
         raise CheckpointError(
             f"state_dict holds the state of a {cls.__name__}, this optimizer has a {type(current).__name__}. "
-            f"Nothing was loaded. Build the optimizer with loss_scale={config!r}."
+            f"Nothing was loaded. Build the optimizer with loss_scale={config!r}, or keep the scale here and load the "
+            "rest with strict=False."
         )
     return config, state
 

@@ -114,10 +114,20 @@ class Bucket:
         self._check_places()
         if self.is_half:
             for param, master in zip(self.params, self.masters, strict=True):
-                weight = param.detach()
-                edited = master.to(self.dtype) != weight
-                master.copy_(torch.where(edited, weight.float(), master))
+                self._refresh_(param, master)
             self._versions = list(map(_VERSION, self.params))
+
+    def _refresh_(self, param: nn.Parameter, master: nn.Parameter) -> None:
+        weight = param.detach()
+        edited = master.to(self.dtype) != weight
+        master.copy_(torch.where(edited, weight.float(), master))
+
+    def adopt_(self, index: int) -> None:
+        """Refresh one slot, if its weight was written in place since the last publish."""
+        param, master = self.params[index], self.masters[index]
+        if self.is_half and param._version != self._versions[index] and param.data_ptr() == self._pointers[index]:
+            self._refresh_(param, master)
+            self._versions[index] = param._version
 
     def adopt_edits_(self) -> None:
         """Refresh if a weight was written in place since the last publish.
@@ -192,6 +202,7 @@ class MasterWeights:
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
         self.of: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
 
     @classmethod
     def union(cls, parts: Iterable[MasterWeights]) -> MasterWeights:
@@ -217,6 +228,7 @@ class MasterWeights:
         made = [Bucket(members, dtype) for (_, dtype), members in sorted_in.items()]
         for bucket in made:
             self.of.update(zip(bucket.params, bucket.masters, strict=True))
+            self._places.update((param, (bucket, index)) for index, param in enumerate(bucket.params))
         self.buckets.extend(made)
 
     @torch.no_grad()
@@ -224,6 +236,13 @@ class MasterWeights:
         """Notice weights written in place; see ``Bucket.adopt_edits_``."""
         for bucket in self.buckets:
             bucket.adopt_edits_()
+
+    @torch.no_grad()
+    def adopt_(self, params: Iterable[nn.Parameter]) -> None:
+        """Take over the weights of some parameters that were written in place; see ``Bucket.refresh_``."""
+        for param in params:
+            bucket, index = self._places[param]
+            bucket.adopt_(index)
 
     @torch.no_grad()
     def reclaim_(self) -> None:

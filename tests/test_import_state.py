@@ -593,6 +593,30 @@ def test_an_apex_fp16_optimizer_file_moves_here(name: str, zipped: bool, dtype: 
     continues(reference, (model, optimizer))
 
 
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_a_later_apex_fp16_optimizer_file_moves_here(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """From 2019 on: masters stand in the places of their parameters, frozen ones too, and the scaler is amp's."""
+    reference = trained_pair(MAKERS[name], dtype)
+    model, source = reference
+    saved = apex_fp16_file(model, source, None, dynamic=True)
+    saved["optimizer"]["optimizer_state_dict"] = inner_dict(source, rows(source))
+    halves = [[row for row in group if row.half and row.master is not None] for group in rows(source)]
+    saved["optimizer"]["fp32_from_fp16"] = [[nn.Parameter(row.master) for row in group] for group in halves]
+    attributes = {
+        "dynamic": True, "_loss_scale": S, "_unskipped": TRACKER, "_scale_seq_len": 7, "_max_loss_scale": 2.0**24,
+        "_min_loss_scale": None, "_has_overflow": False,
+    }  # fmt: skip
+    with foreign_class("apex.amp.scaler", "LossScaler") as cls:
+        saved["optimizer"]["loss_scaler"] = with_attributes(cls, **attributes)
+        torch.save(saved, tmp_path / "apex.pt")
+    fresh, optimizer, imported = resumed_from(tmp_path / "apex.pt", MAKERS[name], dtype, "apex.fp16_optimizer")
+    held = scale_of(optimizer)
+    assert held["state"] == {"scale": S, "growth_tracker": TRACKER, "hysteresis_left": 1, "floor_skips": 0}
+    assert (held["config"]["growth_interval"], held["config"]["max_scale"]) == (7, 2.0**24)
+    assert imported.lost == ()
+    continues(reference, (fresh, optimizer))
+
+
 def test_apex_fp32_parameters_without_a_model_stay(dtype: torch.dtype) -> None:
     """The file has no masters of them; the report says so. The half workflow needs no names for the rest."""
     model, optimizer = trained_pair(adamw, dtype)

@@ -262,6 +262,7 @@ def test_weights_edited_in_place_are_noticed_by_step(edit: str, device: torch.de
     model = nn.Linear(4, 2, device=device)
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, dtype=dtype, loss_scale=1.0)
     other = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    masters = copies(optimizer.named_masters())
     with torch.no_grad():
         if edit == "in place":
             model.weight.add_(1)
@@ -270,13 +271,28 @@ def test_weights_edited_in_place_are_noticed_by_step(edit: str, device: torch.de
             model.load_state_dict(other)
         else:
             model.weight[0].copy_(other["weight"][0])
-    edited, masters = copies(model.named_parameters()), copies(optimizer.named_masters())
+    edited = copies(model.named_parameters())
     optimizer.backward(model(torch.ones(3, 4, device=device)).sum())
     optimizer.step()
 
     assert optimizer.last_step.applied
     assert same(edited, copies(model.named_parameters()))
     assert not same(masters, copies(optimizer.named_masters()))
+    assert_model_shows_masters(model, optimizer)
+
+
+@pytest.mark.parametrize("same_values", [True, False])
+def test_masters_edited_after_a_load_are_published(same_values: bool, device: torch.device, dtype: torch.dtype) -> None:
+    """What was loaded into the model is taken over at once, not later over the edit: a schedule-free resume does this."""
+    model = nn.Linear(4, 2, device=device)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, dtype=dtype, loss_scale=1.0)
+    model.load_state_dict({name: t.clone() if same_values else t + 1 for name, t in model.state_dict().items()})
+    loaded = copies(model.named_parameters())
+    with torch.no_grad():
+        for _, master in optimizer.named_masters():
+            master.mul_(2)
+    optimizer.publish()
+    assert same({name: 2 * value for name, value in loaded.items()}, copies(model.named_parameters()))
     assert_model_shows_masters(model, optimizer)
 
 

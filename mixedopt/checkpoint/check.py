@@ -45,8 +45,12 @@ def check_structure(saved: Any, about: Any) -> None:
         saved: the state dict.
         about: what it says of itself, ``None`` for a plain torch dict.
     """
-    if not (isinstance(saved, Mapping) and "state" in saved and "param_groups" in saved):
-        raise CheckpointError("not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.")
+    if not _is_state_dict(saved):
+        inside = [key for key, value in saved.items() if _is_state_dict(value)] if isinstance(saved, Mapping) else []
+        hint = f" Pass what stands under {inside[0]!r}." if inside else ""
+        raise CheckpointError(
+            f"not an optimizer state_dict: it has no 'state' and 'param_groups'. Nothing was loaded.{hint}"
+        )
     state, groups = saved["state"], saved["param_groups"]
     if not isinstance(state, Mapping):
         raise differences(["a 'state' that is not a dict"])
@@ -61,6 +65,10 @@ def check_structure(saved: Any, about: Any) -> None:
         _check_about(about, len(ids))
         if set(ids) not in (set(range(len(ids))), set(about["names"])):
             raise differences(["'params' that are neither the numbers from 0 on nor the names"])
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
 
 
 def _check_about(about: Any, count: int) -> None:
@@ -111,7 +119,7 @@ def check_policy(saved: Any, ours: str | None) -> None:
 def group_problems(saved: Sequence[Sequence[str]], ours: Sequence[Sequence[str]], *, strict: bool) -> list[str]:
     """Return what differs between the groups, given as the names of their parameters."""
     if len(saved) != len(ours):
-        return [f"{len(saved)} parameter groups, here {len(ours)}"]
+        return [f"{len(saved)} parameter groups, here {len(ours)} (add_param_group() comes before a load)"]
     if not strict:
         return []
     here = {name: index for index, group in enumerate(ours) for name in group}

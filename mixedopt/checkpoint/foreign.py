@@ -62,6 +62,7 @@ class _Inert:
 STAND_INS = [
     (_Inert, name)
     for name in (
+        "apex.amp.scaler.LossScaler",
         "apex.fp16_utils.loss_scaler.DynamicLossScaler",
         "apex.fp16_utils.loss_scaler.LossScaler",
         "argparse.Namespace",  # the arguments in old fairseq and Megatron files

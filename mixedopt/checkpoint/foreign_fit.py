@@ -140,7 +140,7 @@ def _shares(content: Content, groups: list[list[Slot]], warnings: list[str]) -> 
         if content.order == "halves first":
             halves = _halves(content, index, trained)
             trained = [*halves, *(slot for slot in trained if slot.position not in {half.position for half in halves})]
-        chosen = slots if content.order == "each" else trained
+        chosen = slots if content.order in ("each", "in place") else trained
         _same(f"parameters in group {index}", len(ids), len(chosen))
         shares += [([slot], identity) for slot, identity in zip(chosen, ids, strict=True)]
     return shares
@@ -286,6 +286,7 @@ def _masters(content: Content, groups: list[list[Slot]], shares: list[Share]) ->
             pieces = list(values)
         else:
             pieces = list(values)  # as many as are half, which _halves has checked
+            slots = _halves(content, index, [slot for slot in slots if slot.trained])
         found |= {slot.position: _fp32(piece, slot) for slot, piece in zip(slots, pieces, strict=False)}
     return found
 

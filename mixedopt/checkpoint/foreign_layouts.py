@@ -54,6 +54,7 @@ class Content:
         source: the layout.
         inner: ``state`` and ``param_groups`` as the inner optimizer wrote them.
         order: which parameters of a group have state, and how. ``"each"``: all;
+            ``"in place"``: all, and masters of the fp16 ones that are trained;
             ``"trained"``: those with a gradient; ``"halves first"``: these, fp16
             before fp32; ``"flat"``: these, in one vector; ``"model"``: these, of
             all groups, in the model's order, in one vector or each for itself.
@@ -193,6 +194,10 @@ def _read_apex_fp16(saved: Mapping[str, Any]) -> Content:
     masters = _tensor_lists(holder["fp32_from_fp16"], "fp32_from_fp16")
     content = Content("apex.fp16_optimizer", holder["optimizer_state_dict"], "halves first", masters)
     scaler = _attributes(holder["loss_scaler"])
+    if "_loss_scale" in scaler:  # from 2019 on: amp's scaler, and masters in the places of their parameters
+        content.order = "in place"
+        content.scale = _amp_scaler(scaler)
+        return content
     scale = number(scaler.get("cur_scale"), "cur_scale")
     if not number(holder.get("dynamic_loss_scale"), "dynamic_loss_scale", flag=True):
         content.scale = Scale("static", scale)
@@ -203,6 +208,23 @@ def _read_apex_fp16(saved: Mapping[str, Any]) -> Content:
     config |= {"min_scale": min(1.0, scale), "max_scale": math.inf}
     content.scale = Scale("dynamic", scale, config, int((since - 1) % config["growth_interval"]))
     return content
+
+
+def _amp_scaler(scaler: Mapping[str, Any]) -> Scale:
+    """Return what Apex' later scaler object holds; its factors are 2 and 1/2."""
+    scale = number(scaler["_loss_scale"], "_loss_scale")
+    if not number(scaler.get("dynamic", True), "dynamic", flag=True):
+        return Scale("static", scale)
+    ceiling, floor = scaler.get("_max_loss_scale"), scaler.get("_min_loss_scale")
+    config = {
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": _count(scaler, "_scale_seq_len"),
+        "max_scale": math.inf if ceiling is None else max(number(ceiling, "_max_loss_scale"), scale),
+    }
+    if floor is not None:
+        config["min_scale"] = min(number(floor, "_min_loss_scale"), scale)
+    return Scale("dynamic", scale, config, _count(scaler, "_unskipped"))
 
 
 def apex_scalers(saved: Mapping[str, Any]) -> Mapping[str, Any] | None:

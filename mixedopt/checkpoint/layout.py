@@ -154,6 +154,10 @@ def unpack(
         raise differences(problems)
     kept = inner.param_groups if group_problems(groups, ours, strict=True) else None
     keys = IncompatibleKeys([n for n in names if n not in entries], [n for n in entries if n not in set(names)])
+    if names and not set(names) & set(entries):
+        raise differences(
+            [f"no parameter of this optimizer: its names look like {list(entries)[:3]}, here {names[:3]}"]
+        )
     expected = _expected(saved, inner, places)
     wanting, unfit = _unfit(places, entries, expected, strict=strict, ours=extras is not None)
     if strict:
