@@ -283,7 +283,7 @@ def test_weights_edited_in_place_are_noticed_by_step(edit: str, device: torch.de
 
 @pytest.mark.parametrize("same_values", [True, False])
 def test_masters_edited_after_a_load_are_published(same_values: bool, device: torch.device, dtype: torch.dtype) -> None:
-    """What was loaded into the model is taken over at once, not later over the edit: a schedule-free resume does this."""
+    """What was loaded into the model is taken over at once, not later over the edit: schedule-free resumes do this."""
     model = nn.Linear(4, 2, device=device)
     optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, dtype=dtype, loss_scale=1.0)
     model.load_state_dict({name: t.clone() if same_values else t + 1 for name, t in model.state_dict().items()})
