@@ -10,6 +10,7 @@ from torch import nn
 
 from mixedopt import validate
 from mixedopt.closures import requires_closure
+from mixedopt.compiled import CompiledTier, check_rule
 from mixedopt.distributed import ddp_of
 from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
@@ -135,7 +136,8 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         validate.warn_if_all_fp32(dtypes.values())
 
     roster = Roster(inner, root, names, dtypes)
-    tier = EagerTier(
+    kind = CompiledTier if options.tier == "compiled" else EagerTier
+    tier = kind(
         inner,
         roster.masters,
         scaler,
@@ -158,7 +160,9 @@ def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Optio
     validate.max_grad_norm(options.max_grad_norm)
     validate.choice("master", options.master, ("fp32",))
     validate.choice("gradients", options.gradients, ("autograd", "half", "fp32"))
-    validate.choice("tier", options.tier, ("auto", "eager"))
+    validate.choice("tier", options.tier, ("auto", "eager", "compiled"))
+    if options.tier == "compiled":
+        check_rule(inner)
     validate.drop_rule(options.drop_bad_micro_steps, options.gradients)
     validate.ranks(options.gradients)
     validate.policy(options.policy, model)

@@ -185,6 +185,10 @@ class EagerTier:
     def publish_(self, moved: Sequence[Sequence[Moved] | None] | None = None) -> None:
         """Show the masters after an applied step, and count it."""
         self.masters.publish_(moved)
+        self.count_applied_()
+
+    def count_applied_(self) -> None:
+        """Count a step that was applied and published."""
         self.applied_steps += 1
         self.skips_in_a_row = 0
         if self.applied_steps % RANGE_CHECK_INTERVAL == 0:

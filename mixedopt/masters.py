@@ -89,6 +89,10 @@ class Bucket:
             self._publish_rows_(moved)
         else:
             self.flat_model.copy_(self.flat_master)
+        self.note_published_(moved)
+
+    def note_published_(self, moved: Sequence[Moved] | None = None) -> None:
+        """Move the version counters of what was written into the model; see ``publish_``."""
         params = (
             self.params if moved is None else [p for p, mark in zip(self.params, moved, strict=True) if mark is True]
         )

@@ -141,6 +141,10 @@ class Window:
         within += [False] * len(self._sparse_values)
         return global_norm(self._flats(), within_fp32=within, exact=exact)
 
+    def flats(self) -> list[Tensor]:
+        """Return the flat fp32 buffer of each bucket, in the gradients' unit."""
+        return [buffer.flat for buffer in self._buffers]
+
     def largest(self) -> Tensor:
         """Return the largest |gradient|, inf or NaN iff there is one; 0-d. Syncs: none."""
         return largest(self._flats())

@@ -117,9 +117,12 @@ ALLOWED: dict[str, set[str]] = {
         "scaler",
         "window",
     },
+    "rules": set(),
+    "compiled": {"decision", "eager", "gradients", "masters", "rules"},
     "closures": {"decision", "eager", "errors", "groups", "loss_scale", "masters", "report"},
     "assembly": {
         "closures",
+        "compiled",
         "distributed",
         "eager",
         "errors",

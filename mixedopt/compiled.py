@@ -1,0 +1,228 @@
+"""The compiled tier: unscale, clip, update and publish in one pass over memory.
+
+The order of a step is that of ``mixedopt.eager``, and so is the decision. What
+differs is the step itself: a rule (``mixedopt.rules``), compiled, over the flat
+buffers, in place of the inner optimizer's own loop over tensors. The state lies
+flat, too; ``inner.state`` holds views of it under torch's names, so checkpoints
+and a step of the inner optimizer itself do not know the difference. Whenever a
+step is not covered (sparse gradients, hooks on the inner optimizer, a group with
+``amsgrad``), it is the inner optimizer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mixedopt.decision import Decision
+from mixedopt.eager import EagerTier
+from mixedopt.gradients import clip_factor
+from mixedopt.masters import Bucket
+from mixedopt.rules import Rule, rule_for
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Slots that lie side by side and step alike: one group, one count of steps, all with a gradient.
+
+    Attributes:
+        start, stop: in values of the flat buffers.
+        group: number of the group.
+        slots: numbers of the first slot and the one after the last.
+    """
+
+    start: int
+    stop: int
+    group: int
+    slots: tuple[int, int]
+
+
+class FlatState:
+    """The state of one bucket: a flat fp32 buffer for each name, and a count of steps for each slot.
+
+    Invariants after ``adopt_``: what ``inner.state`` has for a master are views
+    of the buffers; a slot without an entry has zeros and the count 0.
+
+    Args:
+        bucket: whose parameters.
+        rule: which state.
+    """
+
+    def __init__(self, bucket: Bucket, rule: Rule) -> None:
+        self.bucket = bucket
+        self._rule = rule
+        self.flats = [torch.zeros_like(bucket.flat_master) for _ in rule.state]
+        self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
+        self.counts = [0] * len(bucket.params)
+        self._entries: list[dict[str, Any]] = []
+        for index, slot in enumerate(bucket.layout.slots):
+            views = {name: slot.view(flat) for name, flat in zip(rule.state, self.flats, strict=True)}
+            self._entries.append({"step": self.steps[index], **views} if rule.counts else views)
+
+    def adopt_(self, inner: torch.optim.Optimizer) -> None:
+        """Take the values that ``inner`` has, and leave it the views of ours."""
+        for index, (master, own) in enumerate(zip(self.bucket.masters, self._entries, strict=True)):
+            held = inner.state.get(master)
+            if not held:
+                for view in own.values():
+                    view.zero_()
+                self.counts[index] = 0
+                continue
+            for name, view in own.items():
+                value = held.get(name)
+                if isinstance(value, Tensor) and value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                elif value is None or not isinstance(value, Tensor):
+                    view.fill_(0.0 if value is None else float(value))
+            held.update(own)
+            self.counts[index] = int(self.steps[index]) if self._rule.counts else 1
+        self.steps.copy_(torch.tensor(self.counts, dtype=torch.float32))
+
+    def begin_(self, inner: torch.optim.Optimizer, run: Run) -> int:
+        """Count a step of a run and return its number, making the entries if it is the first."""
+        first, last = run.slots
+        number = self.counts[first] + 1
+        if number == 1:
+            for master, own in zip(self.bucket.masters[first:last], self._entries[first:last], strict=True):
+                if own:
+                    inner.state[master] = dict(own)
+        self.counts[first:last] = [number] * (last - first)
+        self.steps[first:last] = number
+        return number
+
+
+class CompiledTier(EagerTier):
+    """Steps by a compiled rule; see the module.
+
+    Raises:
+        ValueError: at construction, if no rule covers the inner optimizer.
+    """
+
+    name = "compiled"
+
+    def __init__(self, inner: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(inner, *args, **kwargs)
+        self._rule = check_rule(inner)
+        self._states: list[FlatState] = []
+        self._adopted: object = None
+        self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
+        self._compiled: Callable[..., None] = torch.compile(self._rule.step_, dynamic=True, fullgraph=True)
+
+    def load_(self, moving: Any) -> None:
+        """Take over what ``from_dict`` read; the inner state was replaced, too."""
+        super().load_(moving)
+        self._adopted = None
+
+    def _apply_(self, decision: Decision) -> None:
+        if not self._covers():
+            super()._apply_(decision)
+            self._adopted = None  # the inner optimizer may have made state of its own
+            return
+        self._adopt_()
+        factor = decision.inverse
+        if self.max_grad_norm is not None:
+            factor = clip_factor(decision.norm, decision.inverse, self.max_grad_norm)
+        scale = float(factor)
+        moved = self.window.moved(by_rows=False)
+        for state, flat, runs in zip(self._states, self.window.flats(), self._runs_of(moved), strict=True):
+            self._step_bucket_(state, flat, runs, scale)
+        for bucket, marks in zip(self.masters.buckets, moved, strict=True):
+            bucket.note_published_(marks)
+        self._adopted = self._known()
+        self.count_applied_()
+
+    def _step_bucket_(self, state: FlatState, flat: Tensor, runs: Sequence[Run], scale: float) -> None:
+        if not runs:
+            return
+        bucket = state.bucket
+        groups = self.inner.param_groups
+        rows = [(scale, *self._rule.numbers(groups[run.group], state.begin_(self.inner, run))) for run in runs]
+        numbers = torch.tensor(rows, dtype=torch.float64, device="cpu").float().to(flat.device, non_blocking=True)
+        for run, row in zip(runs, numbers, strict=True):
+            part = slice(run.start, run.stop)
+            model = bucket.flat_model[part] if bucket.is_half else None
+            self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
+
+    def _covers(self) -> bool:
+        """True iff the rule gives this step, and nobody would miss the inner optimizer's own."""
+        inner = self.inner
+        hooks = len(inner._optimizer_step_pre_hooks) + len(inner._optimizer_step_post_hooks)
+        return (
+            hooks == 1  # the guard's own
+            and not self.window.sparse
+            and all(self._rule.serves(group) for group in inner.param_groups)
+        )
+
+    @contextlib.contextmanager
+    def undone_if_it_raises(self, device: torch.device | None = None) -> Iterator[None]:
+        """As in the eager tier; what is brought back lies elsewhere."""
+        try:
+            with super().undone_if_it_raises(device):
+                yield
+        except BaseException:
+            self._adopted = None
+            raise
+
+    def _adopt_(self) -> None:
+        """Make sure that the inner state is ours; after a load, and when parameters were added."""
+        buckets = self.masters.buckets
+        if self._adopted == self._known():
+            return
+        self._states += [FlatState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
+        for state in self._states:
+            state.adopt_(self.inner)
+        self._runs.clear()
+
+    def _known(self) -> tuple[int, ...]:
+        """Return by what a state that is no longer ours is noticed."""
+        inner = self.inner
+        return id(inner.state), len(inner.state), len(self.masters.buckets), len(inner.param_groups)
+
+    def _runs_of(self, moved: Sequence[Sequence[Any] | None]) -> list[list[Run]]:
+        """Return the runs of every bucket, for gradients that are there as ``moved`` says."""
+        key = tuple(None if marks is None else tuple(marks) for marks in moved)
+        if key not in self._runs:
+            self._runs.clear()  # counts of steps have moved since another pattern was seen
+            group_of = {p: i for i, group in enumerate(self.inner.param_groups) for p in group["params"]}
+            pairs = zip(self._states, moved, strict=True)
+            self._runs[key] = [runs_of(state.bucket, state.counts, marks, group_of) for state, marks in pairs]
+        return self._runs[key]
+
+
+def runs_of(
+    bucket: Bucket, counts: Sequence[int], marks: Sequence[Any] | None, group_of: dict[nn.Parameter, int]
+) -> list[Run]:
+    """Return the slots with a gradient, cut where group or count changes; padding between slots belongs to a run."""
+    slots = bucket.layout.slots
+    ends = [slot.offset for slot in slots[1:]] + [bucket.layout.size]
+    runs: list[Run] = []
+    for index, (slot, end, master) in enumerate(zip(slots, ends, bucket.masters, strict=True)):
+        if marks is not None and not marks[index]:
+            continue
+        group, last = group_of[master], runs[-1] if runs else None
+        if last and last.slots[1] == index and (last.group, counts[last.slots[0]]) == (group, counts[index]):
+            runs[-1] = Run(last.start, end, group, (last.slots[0], index + 1))
+        else:
+            runs.append(Run(slot.offset, end, group, (index, index + 1)))
+    return [run for run in runs if run.stop > run.start]
+
+
+def check_rule(inner: torch.optim.Optimizer) -> Rule:
+    """Return the rule for ``inner``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rule = rule_for(inner)
+    if rule is None:
+        raise ValueError(
+            f"MixedPrecisionOptimizer(tier='compiled'): no rule covers this {type(inner).__name__}. There are rules "
+            "for Adam, AdamW and SGD without amsgrad, maximize, capturable, differentiable and tensors as "
+            "hyperparameters. Use tier='eager'."
+        )
+    return rule

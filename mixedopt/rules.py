@@ -1,0 +1,166 @@
+"""Update rules: the step of an optimizer, written once as a pure function of tensors.
+
+A rule runs as it stands, as the reference, or compiled, over flat buffers. Its
+numbers are worked out in double precision on the host and rounded once, so that
+1 - beta is not a difference of two fp32 numbers.
+
+References: Adam, Kingma & Ba 2015; AdamW, Loshchilov & Hutter 2019; AMSGrad,
+Reddi et al. 2018; SGD with momentum as in torch.optim.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one kind of optimizer steps.
+
+    Attributes:
+        state: names of the fp32 state, of the parameter's shape, under which
+            torch keeps it; all zero before the first step.
+        counts: True iff torch keeps a ``step``, too.
+        serves: whether a group's hyperparameters are covered.
+        numbers: a group's hyperparameters and the number of this step (1 is
+            the first) -> what ``update`` needs of them.
+        update: (parameter, gradient, numbers as 0-d fp32 tensors, state) ->
+            the new parameter and state. Pure; the gradient is unscaled.
+        step_: (gradient, numbers, parameter, weight, *state), with the factor
+            on the gradient before the numbers: writes the new over the old.
+    """
+
+    state: tuple[str, ...]
+    counts: bool
+    serves: Callable[[Group], bool]
+    numbers: Callable[[Group, int], tuple[float, ...]]
+    update: Callable[..., tuple[Tensor, ...]]
+    step_: Callable[..., None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step_", _in_place(self.update))
+
+
+def _in_place(update: Callable[..., tuple[Tensor, ...]]) -> Callable[..., None]:
+    """Return the function that is compiled; its code is its own, since Dynamo counts recompilations by code."""
+
+    def step_(grad: Tensor, numbers: Tensor, master: Tensor, model: Tensor | None, *state: Tensor) -> None:
+        scale, *rest = numbers.unbind()
+        param, *new = update(master, grad * scale, tuple(rest), *state)
+        for old, value in zip(state, new, strict=True):
+            old.copy_(value)
+        if model is not None:
+            model.copy_(param)
+        master.copy_(param)
+
+    code = step_.__code__.replace(co_name=f"{update.__name__}_step_")
+    return types.FunctionType(code, step_.__globals__, code.co_name, None, step_.__closure__)
+
+
+def _plain(group: Group, *also: str) -> bool:
+    """True iff the group asks for nothing that only torch's own step has."""
+    numbers = [group[key] for key in ("lr", "weight_decay", *also)]
+    return not (group["maximize"] or group["differentiable"]) and all(isinstance(n, (int, float)) for n in numbers)
+
+
+# -- Adam, AdamW ------------------------------------------------------------------------
+
+
+def _adam_serves(group: Group) -> bool:
+    betas = all(isinstance(beta, (int, float)) for beta in group["betas"])
+    # Padding divides by eps alone.
+    return _plain(group, "eps") and betas and group["eps"] > 0 and not (group["amsgrad"] or group["capturable"])
+
+
+def _adam_numbers(group: Group, step: int) -> tuple[float, ...]:
+    beta1, beta2 = group["betas"]
+    lr, decay = group["lr"], group["weight_decay"]
+    decoupled = group.get("decoupled_weight_decay", False)
+    correction1, correction2 = -math.expm1(step * math.log(beta1)) if beta1 else 1.0, _correction(beta2, step)
+    return (
+        1.0 - lr * decay if decoupled else 1.0,
+        0.0 if decoupled else decay,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        lr / correction1,
+        1.0 / math.sqrt(correction2),
+        group["eps"],
+    )
+
+
+def _correction(beta: float, step: int) -> float:
+    """Return 1 - beta**step, without cancellation."""
+    return -math.expm1(step * math.log(beta)) if beta else 1.0
+
+
+def _adam(param: Tensor, grad: Tensor, n: tuple[Tensor, ...], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
+    keep, decay, weight, beta2, weight2, rate, inverse_root, eps = n
+    grad = grad + decay * param
+    mean = mean + weight * (grad - mean)
+    square = square * beta2 + weight2 * grad * grad
+    step = rate * (mean / (square.sqrt() * inverse_root + eps))
+    return param * keep - step, mean, square
+
+
+ADAM = Rule(("exp_avg", "exp_avg_sq"), True, _adam_serves, _adam_numbers, _adam)
+
+
+# -- SGD ----------------------------------------------------------------------------------
+
+
+def _sgd_numbers(group: Group, step: int) -> tuple[float, ...]:
+    momentum = group["momentum"]
+    first = step == 1  # torch then takes the gradient itself as the buffer
+    return (
+        group["weight_decay"],
+        0.0 if first else momentum,
+        1.0 if first else 1.0 - group["dampening"],
+        momentum if group["nesterov"] else 1.0,
+        1.0 if group["nesterov"] else 0.0,
+        group["lr"],
+    )
+
+
+def _sgd_momentum(param: Tensor, grad: Tensor, n: tuple[Tensor, ...], buffer: Tensor) -> tuple[Tensor, ...]:
+    decay, momentum, weight, of_buffer, of_grad, rate = n
+    grad = grad + decay * param
+    buffer = buffer * momentum + weight * grad
+    return param - rate * (of_buffer * buffer + of_grad * grad), buffer
+
+
+def _sgd(param: Tensor, grad: Tensor, n: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (param - n[-1] * (grad + n[0] * param),)
+
+
+MOMENTUM = Rule(
+    ("momentum_buffer",),
+    False,
+    lambda group: _plain(group, "momentum", "dampening") and group["momentum"] != 0,
+    _sgd_numbers,
+    _sgd_momentum,
+)
+SGD = Rule((), False, lambda group: _plain(group, "momentum") and group["momentum"] == 0, _sgd_numbers, _sgd)
+
+RULES: Mapping[type[torch.optim.Optimizer], tuple[Rule, ...]] = {
+    torch.optim.Adam: (ADAM,),
+    torch.optim.AdamW: (ADAM,),
+    torch.optim.SGD: (MOMENTUM, SGD),
+}
+
+
+def rule_for(inner: torch.optim.Optimizer) -> Rule | None:
+    """Return the rule that covers all groups of an optimizer of exactly this type, ``None`` without one."""
+    for rule in RULES.get(type(inner), ()):
+        if all(rule.serves(group) for group in inner.param_groups):
+            return rule
+    return None
