@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -134,10 +135,11 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         scaler.tally = joined.owners[0].scaler.tally
     else:
         validate.warn_if_all_fp32(dtypes.values())
+    rule = check_rule(inner, set(dtypes.values())) if options.tier == "compiled" else None
 
     roster = Roster(inner, root, names, dtypes)
-    kind = CompiledTier if options.tier == "compiled" else EagerTier
-    tier = kind(
+    make = EagerTier if rule is None else functools.partial(CompiledTier, rule)
+    tier = make(
         inner,
         roster.masters,
         scaler,
@@ -161,8 +163,6 @@ def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Optio
     validate.choice("master", options.master, ("fp32",))
     validate.choice("gradients", options.gradients, ("autograd", "half", "fp32"))
     validate.choice("tier", options.tier, ("auto", "eager", "compiled"))
-    if options.tier == "compiled":
-        check_rule(inner)
     validate.drop_rule(options.drop_bad_micro_steps, options.gradients)
     validate.ranks(options.gradients)
     validate.policy(options.policy, model)

@@ -12,7 +12,8 @@ step is not covered (sparse gradients, hooks on the inner optimizer, a group wit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
+from mixedopt.flat import ALIGNMENT
 from mixedopt.gradients import clip_factor
 from mixedopt.masters import Bucket
 from mixedopt.rules import Rule, rule_for
@@ -99,19 +101,20 @@ class FlatState:
 class CompiledTier(EagerTier):
     """Steps by a compiled rule; see the module.
 
-    Raises:
-        ValueError: at construction, if no rule covers the inner optimizer.
+    Args:
+        rule: what ``check_rule`` returned.
+        args, kwargs: as for the eager tier.
     """
 
     name = "compiled"
 
-    def __init__(self, inner: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        super().__init__(inner, *args, **kwargs)
-        self._rule = check_rule(inner)
+    def __init__(self, rule: Rule, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rule = rule
         self._states: list[FlatState] = []
         self._adopted: object = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
-        self._compiled: Callable[..., None] = torch.compile(self._rule.step_, dynamic=True, fullgraph=True)
+        self._compiled = compiled(rule)
 
     def load_(self, moving: Any) -> None:
         """Take over what ``from_dict`` read; the inner state was replaced, too."""
@@ -212,11 +215,15 @@ def runs_of(
     return [run for run in runs if run.stop > run.start]
 
 
-def check_rule(inner: torch.optim.Optimizer) -> Rule:
-    """Return the rule for ``inner``.
+def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> Rule:
+    """Return the rule for ``inner``, after compiling it, which takes seconds the first time.
+
+    Args:
+        inner: the optimizer, before its parameters are replaced.
+        dtypes: what they may become.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no rule, or torch.compile does not work here.
     """
     rule = rule_for(inner)
     if rule is None:
@@ -225,4 +232,23 @@ def check_rule(inner: torch.optim.Optimizer) -> Rule:
             "for Adam, AdamW and SGD without amsgrad, maximize, capturable, differentiable and tensors as "
             "hyperparameters. Use tier='eager'."
         )
+    devices = {param.device for group in inner.param_groups for param in group["params"]}
+    count = 1 + len(rule.numbers(inner.param_groups[0], 1))
+    for device, dtype in itertools.product(devices, {*dtypes, torch.float32}):
+        flats = [torch.zeros(2 * ALIGNMENT, device=device) for _ in range(2 + len(rule.state))]
+        model = None if dtype == torch.float32 else flats[0].to(dtype)
+        try:
+            with torch.no_grad():
+                compiled(rule)(flats[0], torch.zeros(count, device=device), flats[1], model, *flats[2:])
+        except Exception as error:
+            raise ValueError(
+                f"MixedPrecisionOptimizer(tier='compiled'): torch.compile does not work for {device} here "
+                f"({type(error).__name__}). Install a C++ compiler (on a GPU, Triton), or use tier='eager'."
+            ) from error
     return rule
+
+
+def compiled(rule: Rule) -> Callable[..., None]:
+    """Return the compiled step; sizes and numbers may change without another compilation."""
+    step: Callable[..., None] = torch.compile(rule.step_, dynamic=True, fullgraph=True)
+    return step

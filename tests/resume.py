@@ -25,6 +25,7 @@ SCALES = {
 }
 GRADIENTS = "autograd", "half", "fp32"
 EVENTS = "good", "good", "two micro-steps", "three micro-steps", "overflow", "no gradient", "other lr", "without branch"
+COMPILED = "sgd_momentum", "sgd_nesterov", "adam", "adamw_foreach"  # those with a rule, once each
 NAMES = tuple(inner.name for inner in INNERS)
 
 
@@ -40,6 +41,7 @@ class Script:
     clip: bool
     events: tuple[str, ...]
     cut: int
+    tier: str = "eager"
 
 
 class Net(nn.Module):
@@ -81,6 +83,7 @@ class Run:
             loss_scale=SCALES[script.scale],
             gradients=script.gradients,
             max_grad_norm=0.5 if script.clip else None,
+            tier=script.tier,
         )
 
     def play(self, start: int, stop: int) -> None:

@@ -118,7 +118,7 @@ ALLOWED: dict[str, set[str]] = {
         "window",
     },
     "rules": set(),
-    "compiled": {"decision", "eager", "gradients", "masters", "rules"},
+    "compiled": {"decision", "eager", "flat", "gradients", "masters", "rules"},
     "closures": {"decision", "eager", "errors", "groups", "loss_scale", "masters", "report"},
     "assembly": {
         "closures",

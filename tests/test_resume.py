@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,15 +19,18 @@ from resume import Run, Script
 
 from mixedopt import StepOrderError
 
-CUTS = 150
+CUTS = 200
+COMPILER = shutil.which("g++") is not None
 
 
 @st.composite
 def scripts(draw: st.DrawFn) -> Script:
     """Any optimizer of torch's, any events, a cut at any boundary."""
     events = draw(st.lists(st.sampled_from(resume.EVENTS), min_size=1, max_size=8))
+    tier = draw(st.sampled_from(["eager", "eager", "compiled"] if COMPILER else ["eager"]))
     return Script(
-        inner=draw(st.sampled_from(resume.NAMES)),
+        tier=tier,
+        inner=draw(st.sampled_from(resume.NAMES if tier == "eager" else resume.COMPILED)),
         dtype=draw(st.sampled_from(list(resume.DTYPES))),
         scale=draw(st.sampled_from(list(resume.SCALES))),
         gradients=draw(st.sampled_from(resume.GRADIENTS)),

@@ -1,0 +1,326 @@
+"""The compiled tier: the same step as the eager one, in one pass, whatever happens around it."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    SMALL_SCALE,
+    assert_same,
+    force_grads,
+    loss_of,
+    masters_of,
+    overflow,
+    snapshot,
+    through_file,
+    train,
+    two_group_model,
+    two_groups,
+    wrapped,
+)
+from torch import Tensor, nn
+
+from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale
+from mixedopt.rules import RULES, rule_for
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+
+ULP = 2.0**-23
+# One for g + decay * w, which torch's CPU kernel computes without rounding the product, and whose square counts twice;
+# one for the product with 1 - beta, one for the sum, which torch does in one operation each (lerp, addcmul).
+MOMENT_ULPS = 4
+# The update is a quotient of moments that differ by that much; in units of the larger of weight and update.
+PARAM_ULPS = 4
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(**options: Any) -> Make:
+    return lambda params: torch.optim.SGD(params, lr=1e-2, **options)
+
+
+MAKES: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.99), eps=1e-6),
+    "Adam without beta1": lambda params: torch.optim.Adam(params, lr=1e-2, betas=(0.0, 0.99)),
+    "SGD": sgd(),
+    "momentum": sgd(momentum=0.9),
+    "dampening": sgd(momentum=0.9, dampening=0.5),
+    "nesterov": sgd(momentum=0.9, nesterov=True),
+}
+NAMES = list(MAKES)
+
+
+def pair(name: str, device: torch.device, dtype: torch.dtype, **options: Any) -> list[tuple[nn.Module, Any]]:
+    """Return the same run eagerly and compiled."""
+    return [wrapped(device, dtype, MAKES[name], tier=tier, **options) for tier in ("eager", "compiled")]
+
+
+def ulps(found: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
+    """Return the largest difference in units of the last place of ``size``, the expected value by default."""
+    size = expected.abs() if size is None else torch.maximum(expected.abs(), size.abs())
+    return float(((found.double() - expected.double()).abs() / (size.double() * ULP).clamp(min=1e-38)).max())
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_that_of_the_eager_tier(
+    name: str, clip: float | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """From equal states, fed equal gradients: moments and weights within a few units in the last place."""
+    eager, compiled = (o for _, o in pair(name, device, dtype, max_grad_norm=clip))
+    for step in range(4):
+        compiled.load_state_dict(copy.deepcopy(eager.state_dict()))
+        before = masters_of(eager)
+        for optimizer in (eager, compiled):
+            generator = torch.Generator().manual_seed(step)
+            force_grads(optimizer, 1.0)
+            for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                param.grad.copy_(torch.randn(param.shape, generator=generator) * 2.0**step)
+            optimizer.step()
+        after, found = masters_of(eager), masters_of(compiled)
+        for key, value in after.items():
+            assert ulps(found[key], value, value - before[key]) <= PARAM_ULPS, (step, key)
+        for param, other in zip(eager.state.values(), compiled.state.values(), strict=True):
+            assert list(param) == list(other)
+            for key, value in param.items():
+                if key == "step":
+                    assert_same(value, other[key])
+                else:
+                    assert ulps(other[key], value, value.abs().max()) <= MOMENT_ULPS, (step, key)
+    assert compiled.tier == "compiled"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_stays_near_the_eager_one(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Losses agree to three digits over thirty steps with overflows, a moving rate, and a branch used now and then."""
+    losses: list[list[float]] = []
+    for model, optimizer in pair(name, device, dtype, loss_scale=DynamicLossScale(2.0**7, growth_interval=4)):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=40)
+        seen = []
+        for step in range(30):
+            loss = loss_of(model, step, use_branch=step % 5 == 3)
+            optimizer.backward(loss * float("inf") if step in (0, 11) else loss)
+            optimizer.step()
+            scheduler.step()
+            seen.append(float(loss.detach()))
+        assert (optimizer.applied_steps, optimizer.skipped_steps) == (28, 2)
+        losses.append(seen)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_skip_changes_nothing(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Masters, weights and state, bit for bit; a skipped first step leaves fresh state."""
+    model, optimizer = wrapped(device, dtype, MAKES[name], tier="compiled")
+    for _ in range(2):
+        before = snapshot(model, optimizer)
+        overflow(optimizer)
+        after = snapshot(model, optimizer)
+        for part in ("masters", "weights", "inner"):
+            assert_same(before[part], after[part], part)
+        train(model, optimizer, range(2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_do_not_know_the_tier(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Resumed in the same tier it is exact; from the other it starts with the same bits."""
+    model, optimizer = wrapped(device, dtype, MAKES[name], tier="compiled")
+    train(model, optimizer, range(3))
+    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    for tier in ("compiled", "eager"):
+        fresh, resumed = wrapped(device, dtype, MAKES[name], tier=tier)
+        train(fresh, resumed, [9])  # in mid-life, so that there is something to write over
+        fresh.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["optimizer"])
+        assert_same(saved["optimizer"], through_file(resumed.state_dict()))
+        if tier == "compiled":
+            train(fresh, resumed, [3, 4])
+            train(model, optimizer, [3, 4])
+            assert_same(optimizer.state_dict(), resumed.state_dict())
+        else:
+            train(fresh, resumed, [3])
+            assert resumed.applied_steps == 4
+
+
+def test_the_state_is_the_inner_optimizer_s_own(device: torch.device, dtype: torch.dtype) -> None:
+    """Views under torch's names; what has no gradient has none, nor a count."""
+    model, optimizer = wrapped(device, dtype, tier="compiled")
+    train(model, optimizer, range(2))
+    assert model.branch.weight not in optimizer.state
+    entry = optimizer.state[model.hidden.weight]
+    assert list(entry) == ["step", "exp_avg", "exp_avg_sq"]
+    assert (float(entry["step"]), entry["exp_avg"].shape) == (2.0, model.hidden.weight.shape)
+    for param in model.parameters():
+        param.grad = None
+    optimizer.backward(loss_of(model, 3, use_branch=True))
+    optimizer.step()
+    assert float(optimizer.state[model.branch.weight]["step"]) == 1.0
+    assert float(entry["step"]) == 3.0
+
+
+@pytest.mark.parametrize("event", ["hook", "amsgrad", "tensor lr", "maximize"])
+def test_what_no_rule_covers_is_the_inner_optimizer_s_step(
+    event: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """A hook is called, an option is obeyed; afterwards the rule goes on from there."""
+    eager, compiled = pair("AdamW", device, dtype)
+    called: list[int] = []
+    for model, optimizer in (eager, compiled):
+        train(model, optimizer, range(2))
+        if event == "hook":
+            handle = optimizer.inner.register_step_post_hook(lambda *args: called.append(1))
+        for group in optimizer.param_groups:
+            if event == "amsgrad":
+                group["amsgrad"] = True
+                for entry in optimizer.inner.state.values():
+                    entry["max_exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
+            elif event == "tensor lr":
+                group["lr"] = torch.tensor(1e-2)
+                group["foreach"] = False
+            elif event == "maximize":
+                group["maximize"] = True
+        train(model, optimizer, [2])
+        if event == "hook":
+            handle.remove()
+        for group in optimizer.param_groups:
+            group["amsgrad"] = group["maximize"] = False
+            group["lr"] = 1e-2
+        train(model, optimizer, [3])
+    masters = [masters_of(optimizer) for _, optimizer in (eager, compiled)]
+    assert len(called) == (2 if event == "hook" else 0)
+    for key, value in masters[0].items():
+        assert torch.allclose(value, masters[1][key], rtol=1e-4, atol=1e-6), key
+
+
+def test_new_values_of_hyperparameters_compile_nothing(device: torch.device, dtype: torch.dtype) -> None:
+    """Rates, betas, decay, clipping and overflows: no recompilation after the second step."""
+    model, optimizer = wrapped(device, dtype, tier="compiled", max_grad_norm=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=30)
+    train(model, optimizer, range(2))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(2, 12):
+            train(model, optimizer, [step])
+            scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * step
+        overflow(optimizer)
+        optimizer.backward(loss_of(model, 3, use_branch=True))
+        optimizer.step()
+    assert optimizer.applied_steps == 13
+
+
+def test_a_graph_recorded_before_the_step_is_stale(device: torch.device, dtype: torch.dtype) -> None:
+    """As with plain torch: backward over it raises."""
+    model, optimizer = wrapped(device, dtype, tier="compiled")
+    train(model, optimizer, [0])
+    loss = loss_of(model, 1)
+    train(model, optimizer, [2])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_may_come_later(device: torch.device, dtype: torch.dtype) -> None:
+    """A new group, and a layer that is thawed."""
+    eager, compiled = pair("AdamW", device, dtype)
+    for model, optimizer in (eager, compiled):
+        train(model, optimizer, range(2))
+        model.frozen.requires_grad_(True)
+        train(model, optimizer, [2])
+        model.late = nn.Parameter(torch.ones(5, device=device))
+        optimizer.add_param_group({"params": [model.late], "lr": 0.5})
+        optimizer.backward(loss_of(model, 3) + model.late.square().sum())
+        optimizer.step()
+        assert float(optimizer.state[model.late]["step"]) == 1.0
+    for key, value in masters_of(eager[1]).items():
+        assert torch.allclose(value, masters_of(compiled[1])[key], rtol=1e-4, atol=1e-6), key
+
+
+def test_a_shared_scale_and_unscaled_gradients(device: torch.device, dtype: torch.dtype) -> None:
+    """``shared.step`` and edits after ``unscale_`` reach the compiled step."""
+    found = []
+    for tier in ("eager", "compiled"):
+        model = two_group_model(device)
+        first, second = two_groups(model)
+        shared = SharedLossScale(SMALL_SCALE)
+        both = [
+            MixedPrecisionOptimizer(MAKES["AdamW"]([g]), model, dtype=dtype, loss_scale=shared, tier=tier)
+            for g in (first, second)
+        ]
+        for step in range(3):
+            both[0].backward(loss_of(model, step))
+            both[0].unscale_()
+            for _, master in both[0].named_masters():
+                if master.grad is not None:
+                    master.grad.mul_(0.5)
+            shared.step(*both)
+        found.append({**masters_of(both[0]), **masters_of(both[1])})
+    for key, value in found[0].items():
+        assert torch.allclose(value, found[1][key], rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.parametrize("gradients", ["half", "fp32"])
+def test_gradients_may_be_held_elsewhere(gradients: str, device: torch.device, dtype: torch.dtype) -> None:
+    """They come from a store, summed over micro-steps."""
+    eager, compiled = pair("momentum", device, dtype, gradients=gradients)
+    for model, optimizer in (eager, compiled):
+        for step in range(3):
+            optimizer.backward(loss_of(model, step))
+            optimizer.backward(loss_of(model, step + 7))
+            optimizer.step()
+    for key, value in masters_of(eager[1]).items():
+        assert torch.allclose(value, masters_of(compiled[1])[key], rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.RMSprop(params, lr=1e-2),
+        lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+        lambda params: torch.optim.AdamW(params, lr=1e-2, eps=0.0),
+        lambda params: torch.optim.SGD(params, lr=1e-2, maximize=True),
+        type("Mine", (torch.optim.SGD,), {}),
+    ],
+)
+def test_a_named_tier_insists(make: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Without a rule it is an error that says what to do, and nothing is converted."""
+    model = two_group_model(device)
+    inner = make([{**group} for group in two_groups(model)])
+    before = snapshot(model, inner)
+    with pytest.raises(ValueError, match=r"tier='compiled'\): no rule covers this .* Use tier='eager'"):
+        MixedPrecisionOptimizer(inner, model, dtype=dtype, tier="compiled")
+    assert_same(before, snapshot(model, inner))
+
+
+def test_without_a_compiler_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Before anything is converted."""
+
+    def broken(function: Any, **options: Any) -> Any:
+        def call(*args: Any) -> None:
+            raise RuntimeError("no g++")
+
+        return call
+
+    model = two_group_model(device)
+    inner = MAKES["AdamW"](two_groups(model))
+    before = snapshot(model, inner)
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(
+        ValueError, match=r"torch\.compile does not work for .* here \(RuntimeError\)"
+    ):
+        MixedPrecisionOptimizer(inner, model, dtype=dtype, tier="compiled")
+    assert_same(before, snapshot(model, inner))
+
+
+def test_rules_serve_exact_types_alone() -> None:
+    """A subclass may do anything."""
+    for kind in RULES:
+        assert rule_for(kind([nn.Parameter(torch.ones(1))], lr=0.1)) is not None
+        assert rule_for(type("Mine", (kind,), {})([nn.Parameter(torch.ones(1))], lr=0.1)) is None
