@@ -1,10 +1,11 @@
 """What does one optimizer step cost? Bare fp32, torch.amp and mixedopt, side by side.
 
-Three arms do the work that follows ``backward`` with the same optimizer:
+Four arms do the work that follows ``backward`` with the same optimizer:
 
 - ``bare fp32``: ``optimizer.step()`` on fp32 parameters, nothing else;
 - ``torch.amp``: GradScaler's unscale, ``clip_grad_norm_``, step, update, on fp32 parameters;
-- ``mixedopt``: ``MixedPrecisionOptimizer(max_grad_norm=...)`` on half parameters.
+- ``mixedopt``: ``MixedPrecisionOptimizer(max_grad_norm=...)`` on half parameters;
+- ``compiled``: the same with ``tier="compiled"``.
 
 The arms run in turn, and every ratio is the median of paired ratios, so it holds when the machine's speed drifts.
 A second and a third table show how the cost grows with the number of parameters and with the number of tensors.
@@ -70,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--millions", type=float, default=10.0, help="parameters, in millions")
-    parser.add_argument("--rounds", type=int, default=40, help="timed rounds over the three arms")
+    parser.add_argument("--rounds", type=int, default=40, help="timed rounds over the arms")
     parser.add_argument("--bf16", action="store_true", help="bf16 instead of fp16")
     parser.add_argument("--implementation", choices=("foreach", "loop", "fused"), default="foreach")
     parser.add_argument("--most-tensors", type=int, default=5000, help="where the last table ends")
@@ -95,7 +96,8 @@ def make_arms(setup: Setup) -> dict[str, tuple[Step, Step]]:
     return {
         "bare fp32": bare_arm(setup, weights, grads),
         "torch.amp": amp_arm(setup, weights, grads),
-        "mixedopt": mixedopt_arm(setup, weights, grads),
+        "mixedopt": mixedopt_arm(setup, weights, grads, "eager"),
+        "compiled": mixedopt_arm(setup, weights, grads, "compiled"),
     }
 
 
@@ -143,10 +145,10 @@ def amp_arm(setup: Setup, weights: list[torch.Tensor], grads: list[torch.Tensor]
     return fill, step
 
 
-def mixedopt_arm(setup: Setup, weights: list[torch.Tensor], grads: list[torch.Tensor]) -> tuple[Step, Step]:
+def mixedopt_arm(setup: Setup, weights: list[torch.Tensor], grads: list[torch.Tensor], tier: str) -> tuple[Step, Step]:
     """What this package does: one call, which drops the gradients too."""
     params = [nn.Parameter(weight.to(setup.dtype)) for weight in weights]
-    optimizer = MixedPrecisionOptimizer(adamw(setup, params), loss_scale=2.0**10, max_grad_norm=1.0)
+    optimizer = MixedPrecisionOptimizer(adamw(setup, params), loss_scale=2.0**10, max_grad_norm=1.0, tier=tier)
     scaled = [(grad * 2.0**10).to(setup.dtype) for grad in grads]
 
     def fill() -> None:

@@ -143,7 +143,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         inner,
         roster.masters,
         scaler,
-        Window(roster.masters, options.gradients, options.drop_bad_micro_steps),
+        Window(roster.masters, options.gradients, options.drop_bad_micro_steps, narrow=rule is not None),
         max_grad_norm=options.max_grad_norm,
         statistics=NormStatistics(root) if root is not None and options.restore_buffers else None,
         shared=shared is not None,

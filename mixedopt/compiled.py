@@ -27,6 +27,8 @@ from mixedopt.gradients import clip_factor
 from mixedopt.masters import Bucket
 from mixedopt.rules import Rule, rule_for
 
+RECOMPILE_LIMIT = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -235,11 +237,14 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     devices = {param.device for group in inner.param_groups for param in group["params"]}
     count = 1 + len(rule.numbers(inner.param_groups[0], 1))
     for device, dtype in itertools.product(devices, {*dtypes, torch.float32}):
-        flats = [torch.zeros(2 * ALIGNMENT, device=device) for _ in range(2 + len(rule.state))]
-        model = None if dtype == torch.float32 else flats[0].to(dtype)
+        master, *state = (torch.zeros(2 * ALIGNMENT, device=device) for _ in range(1 + len(rule.state)))
+        model = None if dtype == torch.float32 else master.to(dtype)
         try:
-            with torch.no_grad():
-                compiled(rule)(flats[0], torch.zeros(count, device=device), flats[1], model, *flats[2:])
+            # Half and fp32, devices: more kinds of arguments than Dynamo allows by itself.
+            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+                for grad in {master.dtype, dtype if device.type == "cuda" else master.dtype}:
+                    numbers = torch.zeros(count, device=device)
+                    compiled(rule)(torch.zeros_like(master, dtype=grad), numbers, master, model, *state)
         except Exception as error:
             raise ValueError(
                 f"MixedPrecisionOptimizer(tier='compiled'): torch.compile does not work for {device} here "

@@ -62,6 +62,13 @@ class Layout:
         """Values in slots, padding left out."""
         return sum(slot.numel for slot in self.slots)
 
+    def padding(self) -> Tensor:
+        """Return the places that belong to no slot: int64, on the host."""
+        free = torch.ones(self.size, dtype=torch.bool, device="cpu")
+        for slot in self.slots:
+            free[slot.offset : slot.offset + slot.numel] = False
+        return free.nonzero().view(-1)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one shaped view of ``flat`` per slot. Shares storage."""
         return [slot.view(flat) for slot in self.slots]

@@ -48,6 +48,7 @@ class GradientBuffer:
         self.dtype = dtype
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
+        self._padding = layout.padding().to(device) if device.type == "cuda" else None
 
     @property
     def flat(self) -> Tensor:
@@ -74,6 +75,8 @@ class GradientBuffer:
 
         Syncs: none.
         """
+        if self._flat is None and self._padding is not None:
+            self._make_to_write(self._padding)
         views = self.views
         present = [grad for grad in grads if grad is not None]
         if len(present) == len(views):
@@ -84,6 +87,12 @@ class GradientBuffer:
         if present:
             torch._foreach_copy_([view for view in shown if view is not None], present)
         return shown
+
+    def _make_to_write(self, padding: Tensor) -> None:
+        """Make the buffer without a pass over it: every slot is about to be written, so zero what lies between."""
+        self._flat = torch.empty(self._layout.size, dtype=self.dtype, device=self._device)
+        self._flat.index_fill_(0, padding, 0.0)
+        self._views = self._layout.views(self._flat)
 
     def release(self, *, keep: bool) -> None:
         """Give the memory back; ``keep`` it on a CPU, where new pages are dear."""
@@ -115,7 +124,7 @@ def global_norm(flats: Sequence[Tensor], *, within_fp32: Sequence[bool], exact: 
     element of every buffer is. An exact norm is always to be trusted.
 
     Args:
-        flats: fp32, 1-d, on any devices; at least one.
+        flats: fp32 or half, 1-d, on any devices; at least one.
         within_fp32: for each buffer True iff the squares are known to stay
             inside fp32, as those of fp16 gradients do.
         exact: accumulate in ``wide_dtype``, in several passes.
@@ -164,7 +173,7 @@ def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
     though the values may be finite.
 
     Args:
-        flat: fp32, 1-d.
+        flat: fp32 or half, 1-d.
         within_fp32: as for ``global_norm``.
 
     Returns:
@@ -249,7 +258,8 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def _l2(values: Tensor, dim: int | None = None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, dim=dim)
+    wide = torch.float32 if values.dtype.itemsize < 4 else None  # squares of half values leave their range
+    norm: Tensor = torch.linalg.vector_norm(values, dim=dim, dtype=wide)
     return norm
 
 

@@ -32,8 +32,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     Invariants between calls:
 
-    - every model parameter equals its master rounded to the parameter's dtype;
-    - S moves only inside ``step()``, after everything else;
+    - every model parameter equals its master rounded to its dtype;
+    - S moves only inside ``step()``, at its end;
     - ``param_groups`` and the inner optimizer's groups hold the same values.
 
     Args:
@@ -41,9 +41,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             fresh or in mid-life. From now on it holds the masters; step this
             wrapper, not it. Gradients left over from before are dropped.
         model: converted in place by ``policy``; if another optimizer has done
-            that, joined as it is. ``None`` leaves everything as
-            it is (the ``model.half()`` workflow): the optimizer's parameters
-            may be half and fp32 in any mix.
+            that, joined as it is. ``None`` leaves everything as it is (the
+            ``model.half()`` workflow): parameters may be half and fp32.
         dtype: what ``policy`` makes of the model, ``torch.float16`` or
             ``torch.bfloat16``. Unused without ``model``.
         loss_scale: ``None`` is dynamic if any parameter is fp16 and a constant
@@ -56,7 +55,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that
             dtype, to which each is moved as autograd finishes it; fp32 sums of
             micro-steps lose nothing.
-        tier: how ``step()`` runs; so far ``"auto"`` is ``"eager"``.
+        tier: how ``step()`` runs: ``"eager"``, or ``"compiled"`` in one pass
+            (Adam, AdamW, SGD); so far ``"auto"`` is ``"eager"``.
         drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the
             sum and apply the rest, multiplied by what this function of (kept,
             total) micro-steps returns. Needs ``gradients="fp32"``. ``None``

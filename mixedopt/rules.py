@@ -55,7 +55,7 @@ def _in_place(update: Callable[..., tuple[Tensor, ...]]) -> Callable[..., None]:
 
     def step_(grad: Tensor, numbers: Tensor, master: Tensor, model: Tensor | None, *state: Tensor) -> None:
         scale, *rest = numbers.unbind()
-        param, *new = update(master, grad * scale, tuple(rest), *state)
+        param, *new = update(master, grad.float() * scale, tuple(rest), *state)
         for old, value in zip(state, new, strict=True):
             old.copy_(value)
         if model is not None:

@@ -41,11 +41,23 @@ class Window:
         masters: whose gradients these are; may grow later.
         gradients: who holds them during backward, as in the optimizer.
         drop_rule: drop bad micro-steps alone.
+        narrow: gradients that autograd holds are gathered as they are, half,
+            on a GPU, and widened only if they are to be multiplied or exposed.
     """
 
-    def __init__(self, masters: MasterWeights, gradients: str = "autograd", drop_rule: DropRule | None = None) -> None:
+    def __init__(
+        self,
+        masters: MasterWeights,
+        gradients: str = "autograd",
+        drop_rule: DropRule | None = None,
+        *,
+        narrow: bool = False,
+    ) -> None:
         self._masters = masters
         self._buffers: list[GradientBuffer] = []
+        self._half_buffers: list[GradientBuffer | None] = []
+        self._may_be_narrow = narrow
+        self._narrow = False
         self._views: list[list[Tensor | None]] = []
         self._sparse_values: list[Tensor] = []
         self._drop_rule = drop_rule
@@ -65,6 +77,8 @@ class Window:
         for bucket in self._masters.buckets[len(self._buffers) :]:
             buffer = GradientBuffer(bucket.layout, bucket.device)
             self._buffers.append(buffer)
+            narrow = self._may_be_narrow and bucket.is_half and bucket.device.type == "cuda"
+            self._half_buffers.append(GradientBuffer(bucket.layout, bucket.device, bucket.dtype) if narrow else None)
             if self._held is not None:
                 self._held.follow_(bucket, buffer)
 
@@ -142,8 +156,9 @@ class Window:
         return global_norm(self._flats(), within_fp32=within, exact=exact)
 
     def flats(self) -> list[Tensor]:
-        """Return the flat fp32 buffer of each bucket, in the gradients' unit."""
-        return [buffer.flat for buffer in self._buffers]
+        """Return the flat buffer of each bucket, fp32 or half, in the gradients' unit."""
+        pairs = zip(self._half_buffers, self._buffers, strict=True)
+        return [half.flat if self._narrow and half is not None else buffer.flat for half, buffer in pairs]
 
     def largest(self) -> Tensor:
         """Return the largest |gradient|, inf or NaN iff there is one; 0-d. Syncs: none."""
@@ -151,11 +166,13 @@ class Window:
 
     def multiply_(self, factor: Tensor | float) -> None:
         """Multiply every gradient by ``factor``: fp32, 0-d, on the host. Syncs: none."""
+        self._widen_()
         for flat in self._flats():
             flat.mul_(factor)
 
     def expose_(self) -> None:
         """Show the gradients as the masters' ``.grad``."""
+        self._widen_()
         for bucket, views in zip(self._masters.buckets, self._views, strict=True):
             for master, view in zip(bucket.masters, views, strict=True):
                 master.grad = view
@@ -226,8 +243,9 @@ class Window:
             self._sparse_values = []
         if self._held is not None:
             self._held.clear_(keep_memory=keep_memory)
-        for buffer in self._buffers:
+        for buffer in [*self._buffers, *(half for half in self._half_buffers if half is not None)]:
             buffer.release(keep=keep_memory)
+        self._narrow = False
         self.number += 1
         self.unscaled = self.stale = False
         self.factor, self.kept, self.dropped = 1.0, None, 0
@@ -246,9 +264,23 @@ class Window:
                 param.grad = None
 
     def _flats(self) -> list[Tensor]:
-        return [buffer.flat for buffer in self._buffers] + self._sparse_values
+        return self.flats() + self._sparse_values
+
+    def _widen_(self) -> None:
+        """Move what was gathered in half to the fp32 buffers."""
+        if self._narrow:
+            for index, (half, buffer) in enumerate(zip(self._half_buffers, self._buffers, strict=True)):
+                if half is not None:
+                    self._views[index] = buffer.gather_(self._views[index])
+                    half.release(keep=False)
+            self._narrow = False
 
     def _gather_(self, grads: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+        halves = any(half is not None for half in self._half_buffers)
+        if halves and not any(_is_sparse(grad) for mine in grads for grad in mine):
+            self._narrow = True
+            triples = zip(self._half_buffers, self._buffers, grads, strict=True)
+            return [(half or buffer).gather_(mine) for half, buffer, mine in triples]
         try:
             return [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
         except RuntimeError:  # torch copies no sparse tensor into a dense one

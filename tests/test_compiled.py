@@ -312,9 +312,7 @@ def test_without_a_compiler_it_says_so(
     inner = MAKES["AdamW"](two_groups(model))
     before = snapshot(model, inner)
     monkeypatch.setattr(torch, "compile", broken)
-    with pytest.raises(
-        ValueError, match=r"torch\.compile does not work for .* here \(RuntimeError\)"
-    ):
+    with pytest.raises(ValueError, match=r"torch\.compile does not work for .* here \(RuntimeError\)"):
         MixedPrecisionOptimizer(inner, model, dtype=dtype, tier="compiled")
     assert_same(before, snapshot(model, inner))
 

@@ -84,14 +84,14 @@ def test_forget_masters_leaves_what_the_half_weights_hold(train_digits: ModuleTy
 
 
 def test_benchmark_step_prints_its_tables() -> None:
-    """The three arms, and how the cost grows."""
+    """The arms, and how the cost grows."""
     pytest.importorskip("tqdm", reason="needs the extra 'examples'")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.syspath_prepend(EXAMPLES)
         ratios = importlib.import_module("benchmark_step").main(
             ["--millions", "0.001", "--tensors", "4", "--rounds", "4", "--most-tensors", "20"]
         )
-    assert {"mixedopt / bare fp32", "mixedopt / torch.amp"} <= ratios.keys()
+    assert {"mixedopt / bare fp32", "mixedopt / torch.amp", "compiled / torch.amp"} <= ratios.keys()
     assert all(ratio > 0 for ratio in ratios.values())
     for line in ("x torch.amp", "growth with parameters", "us per tensor"):
         assert line in printed.getvalue()

@@ -38,6 +38,7 @@ def test_slots_are_aligned_disjoint_and_cover_the_buffer_but_for_padding(specs: 
     for slot, mine in zip(layout.slots, reached, strict=True):
         assert slot.numel == mine.numel()
         assert set(range(slot.offset, slot.offset + slot.numel)) == set(mine.tolist())
+    assert set(layout.padding().tolist()) == set(range(layout.size)) - set(everything.tolist())
     ends = [slot.offset + slot.numel for slot in layout.slots]
     starts = [slot.offset for slot in layout.slots[1:]] + [layout.size]
     assert all(0 <= start - end < ALIGNMENT for end, start in zip(ends, starts, strict=True))
