@@ -5,8 +5,8 @@ differs is the step itself: a rule (``mixedopt.rules``), compiled, over the flat
 buffers, in place of the inner optimizer's own loop over tensors. The state lies
 flat, too; ``inner.state`` holds views of it under torch's names, so checkpoints
 and a step of the inner optimizer itself do not know the difference. Whenever a
-step is not covered (sparse gradients, hooks on the inner optimizer, a group with
-``amsgrad``), it is the inner optimizer's.
+step is not covered (sparse gradients, hooks on the inner optimizer, a tensor as
+learning rate), it is the inner optimizer's.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class CompiledTier(EagerTier):
 
     def _apply_(self, decision: Decision) -> None:
         if not self._covers():
+            self._hand_over_()
             super()._apply_(decision)
             self._adopted = None  # the inner optimizer may have made state of its own
             return
@@ -146,12 +147,27 @@ class CompiledTier(EagerTier):
             return
         bucket = state.bucket
         groups = self.inner.param_groups
-        rows = [(scale, *self._rule.numbers(groups[run.group], state.begin_(self.inner, run))) for run in runs]
+        rows = [
+            (
+                -scale if groups[run.group]["maximize"] else scale,
+                *self._rule.numbers(groups[run.group], state.begin_(self.inner, run)),
+            )
+            for run in runs
+        ]
         numbers = torch.tensor(rows, dtype=torch.float64, device="cpu").float().to(flat.device, non_blocking=True)
         for run, row in zip(runs, numbers, strict=True):
             part = slice(run.start, run.stop)
             model = bucket.flat_model[part] if bucket.is_half else None
             self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
+
+    def _hand_over_(self) -> None:
+        """Put counts of steps where the inner optimizer's own step wants them: fused ones on the device."""
+        for group in self.inner.param_groups:
+            if group.get("fused") or group.get("capturable"):
+                for param in group["params"]:
+                    entry = self.inner.state.get(param, {})
+                    if isinstance(entry.get("step"), Tensor):
+                        entry["step"] = entry["step"].to(param.device)
 
     def _covers(self) -> bool:
         """True iff the rule gives this step, and nobody would miss the inner optimizer's own."""
@@ -231,8 +247,8 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     if rule is None:
         raise ValueError(
             f"MixedPrecisionOptimizer(tier='compiled'): no rule covers this {type(inner).__name__}. There are rules "
-            "for Adam, AdamW and SGD without amsgrad, maximize, capturable, differentiable and tensors as "
-            "hyperparameters. Use tier='eager'."
+            "for Adam, AdamW, RAdam, Adamax, Adagrad, RMSprop, Adadelta and SGD, without capturable, differentiable, "
+            "centered, eps=0 and tensors as hyperparameters. Use tier='eager'."
         )
     devices = {param.device for group in inner.param_groups for param in group["params"]}
     count = 1 + len(rule.numbers(inner.param_groups[0], 1))

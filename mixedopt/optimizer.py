@@ -56,7 +56,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             dtype, to which each is moved as autograd finishes it; fp32 sums of
             micro-steps lose nothing.
         tier: how ``step()`` runs: ``"eager"``, or ``"compiled"`` in one pass
-            (Adam, AdamW, SGD); so far ``"auto"`` is ``"eager"``.
+            (most of torch.optim); so far ``"auto"`` is ``"eager"``.
         drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the
             sum and apply the rest, multiplied by what this function of (kept,
             total) micro-steps returns. Needs ``gradients="fp32"``. ``None``

@@ -25,7 +25,7 @@ SCALES = {
 }
 GRADIENTS = "autograd", "half", "fp32"
 EVENTS = "good", "good", "two micro-steps", "three micro-steps", "overflow", "no gradient", "other lr", "without branch"
-COMPILED = "sgd_momentum", "sgd_nesterov", "adam", "adamw_foreach"  # those with a rule, once each
+COMPILED = "sgd_momentum", "sgd_nesterov", "adam", "adam_amsgrad", "adamw_foreach", "radam", "adamax", "adagrad"
 NAMES = tuple(inner.name for inner in INNERS)
 
 
