@@ -26,6 +26,7 @@ from models import (
 from torch import Tensor, nn
 
 from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale
+from mixedopt.copies import mapped
 from mixedopt.rules import RULES, rule_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -105,7 +106,7 @@ def test_a_step_is_that_of_the_eager_tier(
             assert list(param) == list(other)
             for key, value in param.items():
                 if key == "step":
-                    assert_same(value, other[key])
+                    assert float(value) == float(other[key])
                 else:
                     assert ulps(other[key], value, value.abs().max()) <= MOMENT_ULPS, (step, key)
     assert compiled.tier == "compiled"
@@ -154,7 +155,8 @@ def test_checkpoints_do_not_know_the_tier(name: str, device: torch.device, dtype
         train(fresh, resumed, [9])  # in mid-life, so that there is something to write over
         fresh.load_state_dict(saved["model"])
         resumed.load_state_dict(saved["optimizer"])
-        assert_same(saved["optimizer"], through_file(resumed.state_dict()))
+        # A fused optimizer of torch counts on the device.
+        assert_same(mapped(saved["optimizer"], Tensor.cpu), mapped(through_file(resumed.state_dict()), Tensor.cpu))
         if tier == "compiled":
             train(fresh, resumed, [3, 4])
             train(model, optimizer, [3, 4])
