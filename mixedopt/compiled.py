@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,8 @@ class CompiledTier(EagerTier):
         ]
         numbers = torch.tensor(rows, dtype=torch.float64, device="cpu").float().to(flat.device, non_blocking=True)
         for run, row in zip(runs, numbers, strict=True):
+            if run.start == run.stop:  # empty parameters alone
+                continue
             part = slice(run.start, run.stop)
             model = bucket.flat_model[part] if bucket.is_half else None
             self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
@@ -216,21 +218,23 @@ class CompiledTier(EagerTier):
 
 
 def runs_of(
-    bucket: Bucket, counts: Sequence[int], marks: Sequence[Any] | None, group_of: dict[nn.Parameter, int]
+    bucket: Bucket, counts: Sequence[int], marks: Sequence[Any] | None, group_of: Mapping[nn.Parameter, int]
 ) -> list[Run]:
-    """Return the slots with a gradient, cut where group or count changes; padding between slots belongs to a run."""
-    slots = bucket.layout.slots
-    ends = [slot.offset for slot in slots[1:]] + [bucket.layout.size]
+    """Return the slots with a gradient, cut where group or count changes; padding after a slot belongs to its run."""
+    offsets = sorted(slot.offset for slot in bucket.layout.slots if slot.numel)
+    ends = dict(itertools.pairwise([*offsets, bucket.layout.size]))
     runs: list[Run] = []
-    for index, (slot, end, master) in enumerate(zip(slots, ends, bucket.masters, strict=True)):
+    for index, (slot, master) in enumerate(zip(bucket.layout.slots, bucket.masters, strict=True)):
         if marks is not None and not marks[index]:
             continue
+        start, stop = slot.offset, ends[slot.offset] if slot.numel else slot.offset
         group, last = group_of[master], runs[-1] if runs else None
-        if last and last.slots[1] == index and (last.group, counts[last.slots[0]]) == (group, counts[index]):
-            runs[-1] = Run(last.start, end, group, (last.slots[0], index + 1))
+        alike = last and (last.group, counts[last.slots[0]]) == (group, counts[index])
+        if last and alike and last.slots[1] == index and (last.stop == start or not slot.numel):
+            runs[-1] = Run(last.start, max(last.stop, stop), group, (last.slots[0], index + 1))
         else:
-            runs.append(Run(slot.offset, end, group, (index, index + 1)))
-    return [run for run in runs if run.stop > run.start]
+            runs.append(Run(start, stop, group, (index, index + 1)))
+    return runs
 
 
 def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> Rule:

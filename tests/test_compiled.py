@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from models import (
     SMALL_SCALE,
     assert_same,
     force_grads,
+    fp32_twin,
     loss_of,
     masters_of,
     overflow,
@@ -23,14 +26,18 @@ from models import (
     two_groups,
     wrapped,
 )
+from strategies import bags
 from torch import Tensor, nn
 
 from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale
+from mixedopt.compiled import runs_of
 from mixedopt.copies import mapped
+from mixedopt.masters import MasterWeights
 from mixedopt.rules import RULES, rule_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 
+CPU = torch.device("cpu")
 ULP = 2.0**-23
 # One for g + decay * w, which torch's CPU kernel computes without rounding the product, and whose square counts twice;
 # one for the product with 1 - beta, one for the sum, which torch does in one operation each (lerp, addcmul).
@@ -257,6 +264,51 @@ def test_parameters_may_come_later(device: torch.device, dtype: torch.dtype) -> 
         assert float(optimizer.state[model.late]["step"]) == 1.0
     for key, value in masters_of(eager[1]).items():
         assert torch.allclose(value, masters_of(compiled[1])[key], rtol=1e-4, atol=1e-6), key
+
+
+@given(bags(CPU), st.data())
+def test_runs_cover_every_gradient_once(model: nn.Module, data: st.DataObject) -> None:
+    """Whatever shapes, groups, missing gradients and counts: no value in two runs, none of another slot, all in one."""
+    params = list(model.parameters())
+    masters = MasterWeights()
+    masters.extend([(f"{i}", p) for i, p in enumerate(params)], [torch.float16] * len(params))
+    for bucket in masters.buckets:
+        slots = bucket.layout.slots
+        marks = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+        counts = data.draw(st.lists(st.integers(0, 1), min_size=len(slots), max_size=len(slots)))
+        group_of = {master: data.draw(st.integers(0, 1)) for master in bucket.masters}
+        runs = runs_of(bucket, counts, marks, group_of)
+        seen = torch.zeros(bucket.layout.size, dtype=torch.int64)
+        for run in runs:
+            seen[run.start : run.stop] += 1
+            inside = range(*run.slots)
+            assert {(group_of[bucket.masters[i]], counts[i], marks[i]) for i in inside} == {
+                (run.group, counts[run.slots[0]], True)
+            }
+        assert [i for run in runs for i in range(*run.slots)] == [i for i, mark in enumerate(marks) if mark]
+        for slot, mark in zip(slots, marks, strict=True):
+            assert set(seen[slot.offset : slot.offset + slot.numel].tolist()) <= {int(mark)}
+
+
+def test_an_optimizer_in_mid_life_goes_on(device: torch.device, dtype: torch.dtype) -> None:
+    """Its moments are taken over when it is wrapped, and left to it when the conversion is removed."""
+    found = []
+    for tier in ("eager", "compiled"):
+        model, bare = fp32_twin(device, MAKES["AdamW"])
+        for step in range(2):
+            bare.zero_grad()
+            loss_of(model, step).backward()
+            bare.step()
+        optimizer = MixedPrecisionOptimizer(bare, model, dtype=dtype, loss_scale=SMALL_SCALE, tier=tier)
+        train(model, optimizer, [2, 3])
+        optimizer.policy_handle.remove()
+        bare.zero_grad()
+        loss_of(model, 4).backward()
+        bare.step()
+        assert float(bare.state[model.hidden.weight]["step"]) == 5.0
+        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    for key, value in found[0].items():
+        assert torch.allclose(value, found[1][key], rtol=1e-4, atol=1e-6), key
 
 
 def test_a_shared_scale_and_unscaled_gradients(device: torch.device, dtype: torch.dtype) -> None:
