@@ -42,6 +42,8 @@ ULP = 2.0**-23
 # One for g + decay * w, which torch's CPU kernel computes without rounding the product, and whose square counts twice;
 # one for the product with 1 - beta, one for the sum, which torch does in one operation each (lerp, addcmul).
 MOMENT_ULPS = 4
+# Torch's fused CUDA kernel forms 1 - beta2 in fp32: 108 units beside 1 - 0.999, which the rule rounds once.
+FUSED_ON_GPU_ULPS = 112
 # The update is a quotient of moments that differ by that much; in units of the larger of the weight and the largest
 # update of its tensor, since an update may itself be a difference (a momentum, and a gradient against it).
 PARAM_ULPS = 4
@@ -115,7 +117,8 @@ def test_a_step_is_that_of_the_eager_tier(
                 if key == "step":
                     assert float(value) == float(other[key])
                 else:
-                    assert ulps(other[key], value, value.abs().max()) <= MOMENT_ULPS, (step, key)
+                    limit = FUSED_ON_GPU_ULPS if device.type == "cuda" and "fused" in name else MOMENT_ULPS
+                    assert ulps(other[key], value, value.abs().max()) <= limit, (step, key)
     assert compiled.tier == "compiled"
 
 
