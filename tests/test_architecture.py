@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "loss_scale": {"errors"},
     "checkpoint.check": {"errors"},
     "checkpoint.first_state": set(),
-    "checkpoint.layout": {"checkpoint.check", "checkpoint.first_state", "copies", "errors"},
+    "checkpoint.layout": {"checkpoint.check", "checkpoint.first_state", "copies", "errors", "groups"},
     "checkpoint.restore": {"checkpoint.check", "checkpoint.layout", "copies", "errors", "masters"},
     "checkpoint.replacing": {"errors"},
     "checkpoint.files": {"checkpoint.replacing", "errors"},

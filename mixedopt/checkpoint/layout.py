@@ -40,6 +40,7 @@ from mixedopt.checkpoint.check import (
 from mixedopt.checkpoint.first_state import first_state
 from mixedopt.copies import copied, mapped
 from mixedopt.errors import CheckpointError
+from mixedopt.groups import is_torchs
 
 
 class IncompatibleKeys(NamedTuple):
@@ -106,10 +107,10 @@ def _shown(inner: torch.optim.Optimizer, places: Sequence[Place]) -> dict[int, d
 
 
 def _uncounted(entry: Mapping[str, Any]) -> dict[str, Any]:
-    step = entry.get("step")
-    return (
-        {**entry, "step": torch.zeros_like(step) if isinstance(step, Tensor) else 0} if "step" in entry else {**entry}
-    )
+    new = dict(entry)
+    if "step" in new:
+        new["step"] = torch.zeros_like(new["step"]) if isinstance(new["step"], Tensor) else 0
+    return new
 
 
 def unpack(
@@ -149,7 +150,7 @@ def unpack(
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     entries = dict(zip([n for group in groups for n in group], [saved["state"].get(i, {}) for i in ids], strict=True))
     ours = _cut(names, sizes)
-    problems = _shared_problems(saved, inner, groups, ours, strict=strict)
+    problems = _shared_problems(saved, extras, inner, groups, ours, strict=strict)
     if problems:
         raise differences(problems)
     kept = inner.param_groups if group_problems(groups, ours, strict=True) else None
@@ -163,7 +164,7 @@ def unpack(
     if strict:
         problems = [f"no parameter {name!r}" for name in keys.missing_keys]
         problems += [f"an unexpected parameter {name!r}" for name in keys.unexpected_keys]
-        problems += _unowned(saved, ids, extras)
+        problems += _unowned(saved, ids)
         problems += [problem for found in unfit.values() for problem in found]
         if problems:
             raise differences(problems)
@@ -225,6 +226,7 @@ def _cut(items: list[str], sizes: Sequence[int]) -> list[list[str]]:
 
 def _shared_problems(
     saved: Mapping[str, Any],
+    extras: Mapping[str, Any] | None,
     inner: torch.optim.Optimizer,
     groups: list[list[str]],
     ours: list[list[str]],
@@ -233,11 +235,11 @@ def _shared_problems(
 ) -> list[str]:
     """Return what differs between the optimizers and their groups: it cannot be left out."""
     by_position = all(isinstance(i, int) for group in saved["param_groups"] for i in group["params"])
-    named = _about(saved) is not None or not by_position
+    named = extras is not None or not by_position
     if not named and [len(group) for group in groups] != [len(group) for group in ours]:
         return [f"parameter groups of sizes {[len(g) for g in groups]}, here {[len(g) for g in ours]}"]
     problems = group_problems(groups, ours, strict=strict)
-    written = (_about(saved) or {}).get("optimizer")
+    written = (extras or {}).get("optimizer")
     if strict and written not in (None, type(inner).__name__):
         problems.append(f"the state of {written}, here {type(inner).__name__}")
     if not problems and len(saved["param_groups"]) == len(inner.param_groups):
@@ -249,7 +251,7 @@ def _expected(
     saved: Mapping[str, Any], inner: torch.optim.Optimizer, places: Sequence[Place]
 ) -> list[Mapping[str, Any]]:
     """Return for every parameter the state that a first step makes, small, with the hyperparameters of the file."""
-    if not type(inner).__module__.startswith("torch.optim."):  # others may make their state as they please
+    if not is_torchs(inner):  # others may make their state as they please
         return [{} for _ in places]
     made = first_state(inner, saved["param_groups"]) or [{} for _ in places]
     return [seen or place.state for seen, place in zip(made, places, strict=True)]
@@ -276,7 +278,7 @@ def _unfit(
     return wanting, unfit
 
 
-def _unowned(saved: Mapping[str, Any], ids: list[Any], extras: Mapping[str, Any] | None) -> list[str]:
+def _unowned(saved: Mapping[str, Any], ids: list[Any]) -> list[str]:
     """Return the numbers in the state that no group has; what an inner optimizer shares has other keys."""
     numbers = [key for key in saved["state"] if type(key) is int and key not in set(ids)]
     return [f"state for number {key}, which no group has" for key in numbers]
