@@ -104,11 +104,15 @@ def _correction(beta: float, step: int) -> float:
     return -math.expm1(step * math.log(beta)) if beta else 1.0
 
 
+def _moments(
+    grad: Tensor, mean: Tensor, square: Tensor, weight: Tensor, beta2: Tensor, weight2: Tensor
+) -> tuple[Tensor, Tensor]:
+    return mean + weight * (grad - mean), square * beta2 + weight2 * grad * grad
+
+
 def _adam(param: Tensor, grad: Tensor, n: tuple[Tensor, ...], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
     keep, decay, weight, beta2, weight2, rate, inverse_root, eps = n
-    grad = grad + decay * param
-    mean = mean + weight * (grad - mean)
-    square = square * beta2 + weight2 * grad * grad
+    mean, square = _moments(grad + decay * param, mean, square, weight, beta2, weight2)
     step = rate * (mean / (square.sqrt() * inverse_root + eps))
     return param * keep - step, mean, square
 
@@ -117,9 +121,7 @@ def _amsgrad(
     param: Tensor, grad: Tensor, n: tuple[Tensor, ...], mean: Tensor, square: Tensor, most: Tensor
 ) -> tuple[Tensor, ...]:
     keep, decay, weight, beta2, weight2, rate, inverse_root, eps = n
-    grad = grad + decay * param
-    mean = mean + weight * (grad - mean)
-    square = square * beta2 + weight2 * grad * grad
+    mean, square = _moments(grad + decay * param, mean, square, weight, beta2, weight2)
     most = torch.maximum(most, square)
     step = rate * (mean / (most.sqrt() * inverse_root + eps))
     return param * keep - step, mean, square, most
@@ -158,9 +160,7 @@ def _radam_numbers(group: Group, step: int) -> tuple[float, ...]:
 
 def _radam(param: Tensor, grad: Tensor, n: tuple[Tensor, ...], mean: Tensor, square: Tensor) -> tuple[Tensor, ...]:
     keep, decay, weight, beta2, weight2, rate, rectified, plain, eps = n
-    grad = grad + decay * param
-    mean = mean + weight * (grad - mean)
-    square = square * beta2 + weight2 * grad * grad
+    mean, square = _moments(grad + decay * param, mean, square, weight, beta2, weight2)
     return param * keep - rate * mean * (rectified / (square.sqrt() + eps) + plain), mean, square
 
 
