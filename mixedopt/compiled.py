@@ -87,17 +87,20 @@ class FlatState:
             self.counts[index] = int(self.steps[index]) if self._rule.counts else 1
         self.steps.copy_(torch.tensor(self.counts, dtype=torch.float32))
 
-    def begin_(self, inner: torch.optim.Optimizer, run: Run) -> int:
-        """Count a step of a run and return its number, making the entries if it is the first."""
+    def next_step(self, run: Run) -> int:
+        """Return the number of the step that a run is about to make; 1 is the first."""
+        return self.counts[run.slots[0]] + 1
+
+    def count_(self, inner: torch.optim.Optimizer, run: Run) -> None:
+        """Count a step that a run has made; the first one makes the entries of the inner state."""
         first, last = run.slots
-        number = self.counts[first] + 1
+        number = self.next_step(run)
         if number == 1:
             for master, own in zip(self.bucket.masters[first:last], self._entries[first:last], strict=True):
                 if own:
                     inner.state[master] = dict(own)
         self.counts[first:last] = [number] * (last - first)
         self.steps[first:last] = number
-        return number
 
 
 class CompiledTier(EagerTier):
@@ -135,8 +138,12 @@ class CompiledTier(EagerTier):
             factor = clip_factor(decision.norm, decision.inverse, self.max_grad_norm)
         scale = float(factor)
         moved = self.window.moved(by_rows=False)
-        for state, flat, runs in zip(self._states, self.window.flats(), self._runs_of(moved), strict=True):
-            self._step_bucket_(state, flat, runs, scale)
+        try:
+            for state, flat, runs in zip(self._states, self.window.flats(), self._runs_of(moved), strict=True):
+                self._step_bucket_(state, flat, runs, scale)
+        except BaseException:
+            self.drop_gradients_()
+            raise
         for bucket, marks in zip(self.masters.buckets, moved, strict=True):
             bucket.note_published_(marks)
         self._adopted = self._known()
@@ -150,17 +157,17 @@ class CompiledTier(EagerTier):
         rows = [
             (
                 -scale if groups[run.group]["maximize"] else scale,
-                *self._rule.numbers(groups[run.group], state.begin_(self.inner, run)),
+                *self._rule.numbers(groups[run.group], state.next_step(run)),
             )
             for run in runs
         ]
         numbers = torch.tensor(rows, dtype=torch.float64, device="cpu").float().to(flat.device, non_blocking=True)
         for run, row in zip(runs, numbers, strict=True):
-            if run.start == run.stop:  # empty parameters alone
-                continue
             part = slice(run.start, run.stop)
             model = bucket.flat_model[part] if bucket.is_half else None
-            self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
+            if run.start < run.stop:  # not of empty parameters alone
+                self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
+            state.count_(self.inner, run)
 
     def _hand_over_(self) -> None:
         """Put counts of steps where the inner optimizer's own step wants them: fused ones on the device."""

@@ -314,6 +314,26 @@ def test_an_optimizer_in_mid_life_goes_on(device: torch.device, dtype: torch.dty
         assert torch.allclose(value, found[1][key], rtol=1e-4, atol=1e-6), key
 
 
+def test_a_step_that_fails_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Out of memory, say: masters, state and counts are as before, the gradients are gone, and training goes on."""
+    model, optimizer = wrapped(device, dtype, tier="compiled")
+    for steps in (range(2), range(2, 4)):
+        before = snapshot(model, optimizer)
+
+        def fails(*args: Any) -> None:
+            raise MemoryError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer._tier, "_compiled", fails)
+            with pytest.raises(MemoryError):
+                train(model, optimizer, [9])
+        assert_same(before, snapshot(model, optimizer))
+        train(model, optimizer, steps)
+    assert float(optimizer.state[model.hidden.weight]["step"]) == 4.0
+
+
 def test_a_shared_scale_and_unscaled_gradients(device: torch.device, dtype: torch.dtype) -> None:
     """``shared.step`` and edits after ``unscale_`` reach the compiled step."""
     found = []
