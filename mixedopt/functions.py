@@ -45,9 +45,11 @@ WRITES = frozenset([
     "masked_scatter_", "put", "put_", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
     "scatter_reduce_",
 ])
-# What puts a constant or a mask into a tensor.
-ADDITIONS = frozenset(["add", "masked_fill", "sub", "where"])
-CONSTANTS = ADDITIONS | frozenset(["addcmul", "clamp", "clamp_max", "clamp_min", "maximum", "minimum", "mul"])
+# What puts a constant or a mask into a tensor; two half values may add up to -inf.
+ADDITIONS = frozenset(["add", "sub"])
+CONSTANTS = ADDITIONS | frozenset([
+    "addcmul", "clamp", "clamp_max", "clamp_min", "masked_fill", "maximum", "minimum", "mul", "where",
+])
 # Other names under which torch calls a function: of its namespaces, of operators, and aliases.
 SPELLINGS = {
     **{f"linalg_{name}": name for name in dir(torch.linalg) if name.islower()},
@@ -145,10 +147,11 @@ class FunctionCasts(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         name = SPELLINGS.get(name, name)
+        if kwargs.get("out") is not None:  # that is written to, whatever its dtype
+            return func(*args, **kwargs)
         if name in self.names:
-            if "out" not in kwargs:
-                return self._in_fp32(name, func, args, kwargs)
-        elif name in PRODUCTS:
+            return self._in_fp32(name, func, args, kwargs)
+        if name in PRODUCTS:
             if self._mixed(args, kwargs):
                 return func(*self._acting(lowered(args, self.dtype)), **lowered(kwargs, self.dtype))
         elif name in STATISTICS:

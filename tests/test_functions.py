@@ -1098,6 +1098,32 @@ def _mask_stays_finite(how: str, value: float, module: bool, device: torch.devic
     assert model.layer.weight.grad.isfinite().all()
 
 
+class WritesOut(nn.Module):
+    """Writes sums and products into tensors that it has made, before a softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        self.seen, self.found = x, [torch.zeros_like(x) for _ in range(3)]
+        torch.add(x, x, out=self.found[0])
+        torch.matmul(x, x, out=self.found[1])
+        torch.softmax(x, -1, out=self.found[2])
+        return x.softmax(-1)
+
+
+def test_what_is_given_as_out_is_written(device: torch.device, dtype: torch.dtype) -> None:
+    """A sum, a product, a listed function: the caller's tensor holds the result."""
+    model = seeded(WritesOut, device)
+    convert(model, dtype, SOFT)
+    with torch.no_grad():
+        model(torch.randn(8, 8, device=device))
+    x = model.seen
+    assert_same([x + x, x @ x, x.softmax(-1)], model.found)
+
+
 class Prepares(nn.Module):
     """Makes a mask, rounds it to half, and hands it to a part that takes a softmax."""
 
