@@ -276,13 +276,11 @@ class Window:
             self._narrow = False
 
     def _gather_(self, grads: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
-        halves = any(half is not None for half in self._half_buffers)
-        if halves and not any(_is_sparse(grad) for mine in grads for grad in mine):
-            self._narrow = True
-            triples = zip(self._half_buffers, self._buffers, grads, strict=True)
-            return [(half or buffer).gather_(mine) for half, buffer, mine in triples]
+        targets = [half or buffer for half, buffer in zip(self._half_buffers, self._buffers, strict=True)]
         try:
-            return [buffer.gather_(mine) for buffer, mine in zip(self._buffers, grads, strict=True)]
+            views = [target.gather_(mine) for target, mine in zip(targets, grads, strict=True)]
+            self._narrow = self._may_be_narrow
+            return views
         except RuntimeError:  # torch copies no sparse tensor into a dense one
             if not any(_is_sparse(grad) for mine in grads for grad in mine):
                 raise
