@@ -415,6 +415,40 @@ def test_a_plain_optimizer_goes_on_from_the_export(inner: Inner, device: torch.d
     assert_same(masters_of(optimizer), masters_of(back))
 
 
+def test_sparse_adam_goes_there_and_back(device: torch.device, dtype: torch.dtype) -> None:
+    """The one optimizer of torch whose gradients are never dense."""
+    model, plain = (seeded(lambda: nn.Embedding(9, 4, sparse=True), device) for _ in range(2))
+    optimizer = MixedPrecisionOptimizer(
+        torch.optim.SparseAdam(model.parameters(), lr=0.1), model, dtype=dtype, loss_scale=SMALL_SCALE
+    )
+
+    def rows(step: int) -> Tensor:
+        indices = torch.tensor([[step, step + 3]], device=device)
+        values = torch.arange(1.0, 9.0, device=device).view(2, 4)
+        return torch.sparse_coo_tensor(indices, values, (9, 4), check_invariants=True).coalesce()
+
+    def step(step_: int) -> None:
+        optimizer.scale(torch.zeros((), device=device))
+        model.weight.grad = (rows(step_) * SMALL_SCALE.init_scale).to(dtype)
+        optimizer.step()
+
+    step(0)
+    step(1)
+    plain.load_state_dict(optimizer.master_state_dict())
+    bare = torch.optim.SparseAdam(plain.parameters(), lr=0.1)
+    bare.load_state_dict(through_file(export_state(optimizer)))
+    step(2)
+    plain.weight.grad = rows(2)
+    bare.step()
+    assert_same(optimizer.master_state_dict(), dict(plain.state_dict()))
+    assert_same(export_state(optimizer), through_file(bare.state_dict()))
+    back = MixedPrecisionOptimizer(
+        torch.optim.SparseAdam(plain.parameters(), lr=0.1), plain, dtype=dtype, loss_scale=SMALL_SCALE
+    )
+    back.load_state_dict(through_file(bare.state_dict()))
+    assert_same(export_state(optimizer), export_state(back))
+
+
 def groups_of(plain: nn.ParameterList) -> list[list[nn.Parameter]]:
     return [list(plain)[::2], list(plain)[1::2]]
 

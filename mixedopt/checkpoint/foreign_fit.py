@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mixedopt.checkpoint.check import KEY
-from mixedopt.checkpoint.foreign_layouts import Content, canonical, last_step
+from mixedopt.checkpoint.foreign_layouts import Content, bare_name, last_step
 from mixedopt.checkpoint.layout import IncompatibleKeys
 from mixedopt.errors import CheckpointError
 from mixedopt.loss_scale import DynamicLossScale, StaticLossScale
@@ -156,7 +156,7 @@ def _halves(content: Content, index: int, trained: list[Slot]) -> list[Slot]:
     masters = (content.masters or [])[index : index + 1]
     halves = [slot for slot in trained if slot.param.dtype in HALF_DTYPES]
     # A file that names its halves knows better than what is half here.
-    saved_halves = [slot for slot in trained if content.dtypes.get(canonical(slot.name)) in HALF_DTYPES]
+    saved_halves = [slot for slot in trained if content.dtypes.get(bare_name(slot.name)) in HALF_DTYPES]
     for chosen in (saved_halves, halves):
         if masters and [m.shape for m in masters[0]] == [slot.param.shape for slot in chosen]:
             return chosen
@@ -170,27 +170,27 @@ def _saved_names(content: Content, ours: list[list[Slot]]) -> list[dict[str, Any
     """Return name -> id for each group of the file; nothing if it has no names, or others beside its numbers."""
     groups = content.inner["param_groups"]
     if all(isinstance(identity, str) for group in groups for identity in group["params"]):
-        return [{canonical(identity): identity for identity in group["params"]} for group in groups]
+        return [{bare_name(identity): identity for identity in group["params"]} for group in groups]
     given = [group.get("param_names") for group in groups]
     if not all(isinstance(n, (list, tuple)) and len(n) == len(g["params"]) for n, g in zip(given, groups, strict=True)):
         return []
     named = [
-        {canonical(str(n)): i for n, i in zip(group["param_names"], group["params"], strict=True)} for group in groups
+        {bare_name(str(n)): i for n, i in zip(group["param_names"], group["params"], strict=True)} for group in groups
     ]
-    return named if {n for group in named for n in group} == {canonical(s.name) for g in ours for s in g} else []
+    return named if {n for group in named for n in group} == {bare_name(s.name) for g in ours for s in g} else []
 
 
 def _shares_by_name(named: list[dict[str, Any]], groups: list[list[Slot]]) -> list[Share]:
     _same("parameter groups", len(named), len(groups))
     shares: list[Share] = []
     for index, (saved, slots) in enumerate(zip(named, groups, strict=True)):
-        ours = {canonical(slot.name) for slot in slots}
+        ours = {bare_name(slot.name) for slot in slots}
         if ours != set(saved):
             raise CheckpointError(
                 f"group {index} of the checkpoint and here differ in {_listed(sorted(ours ^ set(saved)))}. Nothing was "
                 "loaded. Build the optimizer with the same groups, and with model= to have names."
             )
-        shares += [([slot], saved[canonical(slot.name)]) for slot in slots]
+        shares += [([slot], saved[bare_name(slot.name)]) for slot in slots]
     return shares
 
 
@@ -200,8 +200,8 @@ def _shares_in_model_order(
     """Match fairseq's parameters: all that are trained, in the order of the model."""
     line = [slot for group in groups for slot in group if slot.trained]
     order = {name: index for index, name in enumerate(content.dtypes)}
-    if all(canonical(slot.name) in order for slot in line):
-        line.sort(key=lambda slot: order[canonical(slot.name)])
+    if all(bare_name(slot.name) in order for slot in line):
+        line.sort(key=lambda slot: order[bare_name(slot.name)])
     elif len(groups) > 1:
         warnings.append("its parameters are matched in the order of the groups, as it has no model with their names")
     if len(ids) == 1:
@@ -298,7 +298,7 @@ def _add_weights_(
     if not content.weights:
         return
     for slot in (slot for group in groups for slot in group if slot.trained and slot.position not in masters):
-        value = content.weights.get(canonical(slot.name))
+        value = content.weights.get(bare_name(slot.name))
         if value is None:
             fitted.missing.append(slot.name)
         else:

@@ -76,7 +76,7 @@ class Content:
     lost: list[str] = field(default_factory=list)
 
 
-def canonical(name: str) -> str:
+def bare_name(name: str) -> str:
     """Return a parameter's name without what DistributedDataParallel and torch.compile put before it."""
     name = name.replace("_orig_mod.", "")
     while name.startswith("module."):
@@ -86,7 +86,7 @@ def canonical(name: str) -> str:
 
 def tensors_by_name(entry: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Return the tensors of a model's state dict under canonical names."""
-    return {canonical(str(key)): value for key, value in entry.items() if isinstance(value, Tensor)}
+    return {bare_name(str(key)): value for key, value in entry.items() if isinstance(value, Tensor)}
 
 
 def weights_in(saved: Mapping[str, Any]) -> dict[str, Tensor] | None:
