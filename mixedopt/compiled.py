@@ -117,14 +117,9 @@ class CompiledTier(EagerTier):
         super().__init__(*args, **kwargs)
         self._rule = rule
         self._states: list[FlatState] = []
-        self._adopted: object = None
+        self._adopted: tuple[Any, tuple[int, ...]] | None = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
         self._compiled = compiled(rule)
-
-    def load_(self, moving: Any) -> None:
-        """Take over what ``from_dict`` read; the inner state was replaced, too."""
-        super().load_(moving)
-        self._adopted = None
 
     def _apply_(self, decision: Decision) -> None:
         if not self._covers():
@@ -146,7 +141,7 @@ class CompiledTier(EagerTier):
             raise
         for bucket, marks in zip(self.masters.buckets, moved, strict=True):
             bucket.note_published_(marks)
-        self._adopted = self._known()
+        self._adopted = self.inner.state, self._sizes()
         self.count_applied_()
 
     def _step_bucket_(self, state: FlatState, flat: Tensor, runs: Sequence[Run], scale: float) -> None:
@@ -201,17 +196,17 @@ class CompiledTier(EagerTier):
     def _adopt_(self) -> None:
         """Make sure that the inner state is ours; after a load, and when parameters were added."""
         buckets = self.masters.buckets
-        if self._adopted == self._known():
+        state, sizes = self._adopted or (None, ())
+        if state is self.inner.state and sizes == self._sizes():
             return
         self._states += [FlatState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
         for state in self._states:
             state.adopt_(self.inner)
         self._runs.clear()
 
-    def _known(self) -> tuple[int, ...]:
-        """Return by what a state that is no longer ours is noticed."""
-        inner = self.inner
-        return id(inner.state), len(inner.state), len(self.masters.buckets), len(inner.param_groups)
+    def _sizes(self) -> tuple[int, ...]:
+        """Return by what, beside its identity, a state that is no longer ours is noticed; a load replaces it."""
+        return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
 
     def _runs_of(self, moved: Sequence[Sequence[Any] | None]) -> list[list[Run]]:
         """Return the runs of every bucket, for gradients that are there as ``moved`` says."""

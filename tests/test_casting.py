@@ -461,6 +461,45 @@ def test_an_island_computes_in_fp32_however_it_is_entered(
             assert seen == [torch.float32]
 
 
+class OwnBlock(nn.Module):
+    """Computes with code of its own, and notes in what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.came, y = x.dtype, x.exp()
+        self.computed = y.dtype
+        return self.layer(y)
+
+
+class Listed(nn.Module):
+    """Blocks in a list, and what each returns to the code outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.blocks = nn.Linear(4, 4), nn.ModuleList([OwnBlock(), OwnBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, self.returned = self.before(x), []
+        for block in self.blocks:
+            x = block(x)
+            self.returned.append(x.dtype)
+        return x
+
+
+@pytest.mark.parametrize("preset", ["default", "none"])
+def test_a_kept_list_keeps_the_code_of_what_is_in_it(preset: str, device: torch.device, dtype: torch.dtype) -> None:
+    """The border runs around each block: it computes in fp32 and returns half, as ``keep`` says."""
+    model = seeded(Listed, device)
+    convert(model, dtype, getattr(CastPolicy, preset)().keep("blocks"))
+    for _ in range(2):
+        model(torch.randn(2, 4, device=device))
+        assert {(block.came, block.computed) for block in model.blocks} == {(torch.float32, torch.float32)}
+        assert model.returned == [dtype, dtype]
+
+
 @pytest.mark.parametrize("preset", ["default", "none"])
 @pytest.mark.parametrize("name", ["0.weight", "1.0.weight"])
 def test_a_parameter_of_a_rule_is_cast_in_every_forward(

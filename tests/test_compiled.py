@@ -314,6 +314,29 @@ def test_an_optimizer_in_mid_life_goes_on(device: torch.device, dtype: torch.dty
         assert torch.allclose(value, found[1][key], rtol=1e-4, atol=1e-6), key
 
 
+def test_counts_part_and_meet_again(device: torch.device, dtype: torch.dtype) -> None:
+    """A branch that steps with the others, stays behind, and steps again, in a run and across a load."""
+    eager, compiled = pair("AdamW", device, dtype)
+    for model, optimizer in (eager, compiled):
+        for step, branch in enumerate((True, False, False, True)):
+            optimizer.backward(loss_of(model, step, use_branch=branch))
+            optimizer.step()
+    saved = through_file(compiled[1].state_dict())
+    fresh = wrapped(device, dtype, MAKES["AdamW"], tier="compiled")
+    for step in range(2):  # all counts alike, until the load
+        fresh[1].backward(loss_of(fresh[0], step, use_branch=True))
+        fresh[1].step()
+    fresh[1].load_state_dict(saved)
+    for model, optimizer in (eager, compiled, fresh):
+        optimizer.backward(loss_of(model, 4, use_branch=True))
+        optimizer.step()
+        counts = {name: int(optimizer.state[getattr(model, name).weight]["step"]) for name in ("hidden", "branch")}
+        assert counts == {"hidden": 5, "branch": 3}
+    assert_same(masters_of(compiled[1]), masters_of(fresh[1]))
+    for key, value in masters_of(eager[1]).items():
+        assert torch.allclose(value, masters_of(compiled[1])[key], rtol=1e-4, atol=1e-6), key
+
+
 def test_a_step_that_fails_counts_nothing(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
 ) -> None:
