@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale
 from mixedopt.compiled import runs_of
 from mixedopt.copies import mapped
+from mixedopt.gradients import GradientBuffer
 from mixedopt.masters import MasterWeights
 from mixedopt.rules import RULES, rule_for
 
@@ -335,6 +336,37 @@ def test_counts_part_and_meet_again(device: torch.device, dtype: torch.dtype) ->
     assert_same(masters_of(compiled[1]), masters_of(fresh[1]))
     for key, value in masters_of(eager[1]).items():
         assert torch.allclose(value, masters_of(compiled[1])[key], rtol=1e-4, atol=1e-6), key
+
+
+def test_gradients_gathered_in_half_give_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
+    """What a GPU does, on every device: over clipping, ``unscale_``, a hooked step, an overflow, sparse gradients."""
+    found = []
+    for narrow in (False, True):
+        model, optimizer = wrapped(device, dtype, tier="compiled", max_grad_norm=0.1)
+        table = nn.Embedding(5, 4, sparse=True, device=device).to(dtype)
+        nn.init.ones_(table.weight)
+        rows = MixedPrecisionOptimizer(sgd()(table.parameters()), loss_scale=4.0, tier="compiled")
+        for each in (optimizer, rows):
+            window = each._tier.window
+            buckets = each._parts.masters.buckets
+            halves = [GradientBuffer(b.layout, b.device, b.dtype) if b.is_half else None for b in buckets]
+            window._half_buffers = halves if narrow else [None] * len(halves)
+        for step in range(6):
+            optimizer.backward(loss_of(model, step, use_branch=step == 3))
+            if step == 2:
+                optimizer.unscale_()
+            handle = optimizer.inner.register_step_post_hook(lambda *args: None)
+            if step != 4:
+                handle.remove()
+            optimizer.step()
+            handle.remove()
+            rows.backward(table(torch.tensor([1, step % 5], device=device)).float().sum())
+            rows.step()
+        overflow(optimizer)
+        train(model, optimizer, [8])
+        assert (optimizer.applied_steps, rows.applied_steps) == (7, 6)
+        found.append({**masters_of(optimizer), **masters_of(rows)})
+    assert_same(*found)
 
 
 def test_a_step_that_fails_counts_nothing(
