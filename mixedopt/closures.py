@@ -189,7 +189,7 @@ def step_with_(tier: EagerTier, closure: Closure) -> Any:
         decision = evaluations.decision or before
         if decision is None:
             tier.masters.publish_()
-            tier.finish_(StepReport(reason="no gradients"))
+            tier.finish_(StepReport(_reason="no gradients"))
             return result
         report = tier.report(decision)
         tier.publish_()

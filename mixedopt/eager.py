@@ -140,7 +140,7 @@ class EagerTier:
         """Apply the window's gradients or skip. Syncs: one host read."""
         decision = self.decision if self.measured else self.measure_()
         if decision is None:
-            self.finish_(StepReport(reason="no gradients"))
+            self.finish_(StepReport(_reason="no gradients"))
             return
         report = self.report(decision)
         if decision.skip:
@@ -158,7 +158,7 @@ class EagerTier:
         self.untried = False
         # A scheduler made on the inner optimizer warns unless its step() seems to have run.
         self.inner._opt_called = True  # type: ignore[attr-defined]
-        self.drop_gradients_(keep_memory=not report.skipped)
+        self.drop_gradients_(keep_memory=report.known and not report.skipped)
         self._losses_before = self.scaler.losses
         if self.statistics is not None:
             self.statistics.close()
@@ -268,6 +268,11 @@ class EagerTier:
         return inverse if self.window.factor == 1.0 else inverse * self.window.factor
 
     def _collect(self) -> bool:
+        self._begin_()
+        return self.window.collect_()
+
+    def _begin_(self) -> None:
+        """Take over weights that were edited."""
         if self.untried and several_ranks() and not all(bucket.shows_masters() for bucket in self.masters.buckets):
             logger.warning(
                 "weights were overwritten between wrapping and the first step, as DistributedDataParallel does on all "
@@ -275,7 +280,6 @@ class EagerTier:
                 "or seed all ranks alike."
             )
         self.masters.adopt_edits_()
-        return self.window.collect_()
 
     def _decide(self, inverse: Tensor, *, exact: bool = False) -> Decision:
         evidence = Evidence(*self.window.norm(exact=exact), self._before_edits, self._largest_half)
@@ -344,7 +348,12 @@ class EagerTier:
             except ValueError:
                 self.drop_gradients_()
                 raise
-        if decision.scaled and self.scaler.losses == self._losses_before and not self._warned_unscaled:
+        if decision.scaled:
+            self._warn_if_unscaled()
+
+    def _warn_if_unscaled(self) -> None:
+        """Warn once of gradients of a loss that nobody scaled."""
+        if self.scaler.losses == self._losses_before and not self._warned_unscaled:
             self._warned_unscaled = True
             logger.warning(
                 "step() met gradients of a loss that was not scaled, yet divides them by loss_scale. "

@@ -218,7 +218,7 @@ def unscale_factor(scale: Tensor) -> Tensor:
     return scale.to(wide_dtype(scale.device)).reciprocal().float()
 
 
-def clip_factor(norm: Tensor, inverse: Tensor, max_grad_norm: float) -> Tensor:
+def clip_factor(norm: Tensor, inverse: Tensor, max_grad_norm: float | Tensor) -> Tensor:
     """Return the factor that unscales gradients and clips them at once.
 
     It is ``1/S * min(1, max_grad_norm / (norm/S + 1e-6))``, torch's formula

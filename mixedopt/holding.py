@@ -128,6 +128,16 @@ class HeldGradients:
             for index, param in enumerate(bucket.params):
                 TakeGradient(store, index, sparse=self._takes_sparse)(param)
 
+    def present(self) -> list[bool]:
+        """Return for each slot of all buckets whether something was taken."""
+        return [there or index in store.sparse for store in self._stores for index, there in enumerate(store.present)]
+
+    def sums(self) -> list[tuple[Tensor, list[bool]]] | None:
+        """Return each store's flat buffer and which of its slots are there; ``None`` if some gradient is sparse."""
+        if any(store.sparse for store in self._stores):
+            return None
+        return [(store.buffer.flat, store.present) for store in self._stores]
+
     @torch.no_grad()
     def end_micro_step_(self) -> None:
         """Let what was staged join the sum, if all of it is finite. Syncs: none."""

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,10 +180,33 @@ def init_state(config: LossScaleConfig, device: torch.device) -> LossScaleState:
     scale, hysteresis = (
         (config.init_scale, config.hysteresis) if isinstance(config, DynamicLossScale) else (config.scale, 1)
     )
-    return _make_state(scale=scale, growth_tracker=0, hysteresis_left=hysteresis, floor_skips=0, device=device)
+    return make_state(scale=scale, growth_tracker=0, hysteresis_left=hysteresis, floor_skips=0, device=device)
 
 
-def update(config: LossScaleConfig, state: LossScaleState, found_inf: Tensor) -> LossScaleState:
+class Knobs(NamedTuple):
+    """What ``update`` needs of a configuration: numbers, or 0-d tensors of the state's dtypes, factors in fp64.
+
+    A static scale is one that grows by 1 at each clean step and never backs off.
+    """
+
+    growth_factor: float | Tensor
+    backoff_factor: float | Tensor
+    growth_interval: int | Tensor
+    hysteresis: int | Tensor
+    min_scale: float | Tensor
+    max_scale: float | Tensor
+    least_left: int | Tensor
+
+
+def knobs_of(config: LossScaleConfig) -> Knobs:
+    """Return the numbers of a configuration."""
+    if isinstance(config, StaticLossScale):
+        return Knobs(1.0, 1.0, 1, 1, math.inf, math.inf, 1)
+    factors = config.growth_factor, config.backoff_factor
+    return Knobs(*factors, config.growth_interval, config.hysteresis, config.min_scale, config.max_scale, 0)
+
+
+def update(config: LossScaleConfig | Knobs, state: LossScaleState, found_inf: Tensor) -> LossScaleState:
     """Return the state after one step. Pure; see ``DynamicLossScale``.
 
     Args:
@@ -194,20 +217,17 @@ def update(config: LossScaleConfig, state: LossScaleState, found_inf: Tensor) ->
 
     Syncs: none.
     """
+    knobs = config if isinstance(config, Knobs) else knobs_of(config)
     zero = torch.zeros_like(state.growth_tracker)
-    if isinstance(config, StaticLossScale):
-        streak = torch.where(found_inf, state.floor_skips + 1, zero)
-        return LossScaleState(state.scale.clone(), zero, state.hysteresis_left.clone(), streak)
-
     tracker = torch.where(found_inf, zero, state.growth_tracker + 1)
-    grows = tracker >= config.growth_interval
-    left = torch.where(found_inf, (state.hysteresis_left - 1).clamp(min=0), config.hysteresis)
+    grows = tracker >= knobs.growth_interval
+    left = torch.where(found_inf, (state.hysteresis_left - 1).clamp(min=knobs.least_left), knobs.hysteresis)
     backs_off = found_inf & (left == 0)
-    at_floor = state.scale <= config.min_scale
+    at_floor = state.scale <= knobs.min_scale
 
-    grown = _times(state.scale, config.growth_factor)
-    grown = torch.where(grown <= FP32_MAX, grown, state.scale).clamp(max=config.max_scale)
-    backed_off = _times(state.scale, config.backoff_factor).clamp(min=config.min_scale)
+    grown = _times(state.scale, knobs.growth_factor)
+    grown = torch.where(grown <= FP32_MAX, grown, state.scale).clamp(max=knobs.max_scale)
+    backed_off = _times(state.scale, knobs.backoff_factor).clamp(min=knobs.min_scale)
     return LossScaleState(
         scale=torch.where(backs_off, backed_off, torch.where(grows, grown, state.scale)),
         growth_tracker=torch.where(grows, zero, tracker),
@@ -250,7 +270,7 @@ def state_from_dict(
     try:
         cls = classes[saved["kind"]]
         config = cls(**saved["config"])
-        state = _make_state(**saved["state"], device=device)
+        state = make_state(**saved["state"], device=device)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"state_dict holds no valid loss scale ({error}). Nothing was loaded.") from error
     if not isinstance(current, cls):
@@ -262,9 +282,10 @@ def state_from_dict(
     return config, state
 
 
-def _make_state(
-    *, scale: float, growth_tracker: int, hysteresis_left: int, floor_skips: int, device: torch.device
+def make_state(
+    scale: float, growth_tracker: int, hysteresis_left: int, floor_skips: int, *, device: torch.device
 ) -> LossScaleState:
+    """Return a state on ``device``; ``ValueError`` if there is no such state."""
     counters = (growth_tracker, hysteresis_left, floor_skips)
     if not (0 < _to_fp32(scale) < math.inf and all(0 <= counter <= MAX_COUNT for counter in counters)):
         raise ValueError(f"scale {scale!r} with counters {counters} is no state of a loss scale")
@@ -274,9 +295,10 @@ def _make_state(
     )
 
 
-def _times(scale: Tensor, factor: float) -> Tensor:
+def _times(scale: Tensor, factor: float | Tensor) -> Tensor:
     """Multiply as torch's kernel does: one rounding of the exact product."""
-    if _to_fp32(factor) == factor or scale.device.type == "mps":  # MPS has no doubles
+    exact = not isinstance(factor, Tensor) and _to_fp32(factor) == factor
+    if exact or scale.device.type == "mps":  # MPS has no doubles
         return scale * factor
     return (scale.double() * factor).float()
 

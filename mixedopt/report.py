@@ -11,20 +11,41 @@ from torch import Tensor
 class StepReport:
     """The outcome of the last ``step()``. Holding one never syncs.
 
+    In the eager tier everything is known on the host. In the sync-free tiers
+    the device knows: the first look at any attribute waits for it.
+
     Attributes:
-        applied: True iff the inner optimizer stepped.
-        skipped: True iff the step met an inf or NaN and changed nothing.
-        reason: why nothing was applied, else ``None``.
         dropped_micro_steps: how many bad micro-steps were left out of the
             gradients, with ``drop_bad_micro_steps``.
     """
 
-    applied: bool = False
-    skipped: bool = False
-    reason: str | None = "no step yet"
+    _applied: bool = False
+    _skipped: bool = False
+    _reason: str | None = "no step yet"
     dropped_micro_steps: int = 0
     _grad_norm: Tensor | None = None
     _loss_scale: Tensor | None = None
+    _skip: Tensor | None = None  # what the device decided: not 0 iff skipped
+
+    @property
+    def known(self) -> bool:
+        """True iff the host knows what happened. Syncs: none."""
+        return self._skip is None
+
+    @property
+    def applied(self) -> bool:
+        """True iff the inner optimizer stepped. Syncs: none in the eager tier."""
+        return self._applied if self._skip is None else not bool(self._skip)
+
+    @property
+    def skipped(self) -> bool:
+        """True iff the step met an inf or NaN and changed nothing. Syncs: none in the eager tier."""
+        return self._skipped if self._skip is None else bool(self._skip)
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing was applied, else ``None``. Syncs: none in the eager tier."""
+        return self._reason if self._skip is None or self.skipped else None
 
     @property
     def grad_norm(self) -> float | None:

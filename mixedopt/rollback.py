@@ -50,6 +50,14 @@ class NormStatistics:
         if self._layers and moved:
             _copy_(self._live, self._saved)
 
+    def restore_if_(self, skipped: Tensor) -> None:
+        """Write the statistics back iff ``skipped``, a number on the device, is not 0. Syncs: none."""
+        if not self._layers or [buffer._version for buffer in self._live] == self._versions:
+            return
+        for live, saved in zip(self._live, self._saved, strict=True):
+            there = skipped.to(live.device, non_blocking=True)
+            live.copy_(torch.where(there != 0, saved, live))
+
     def taken(self) -> list[Tensor]:
         """Return copies of the statistics as they are now."""
         return [buffer.clone() for layer in self._layers for buffer in layer.buffers(recurse=False)]

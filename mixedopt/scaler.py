@@ -39,15 +39,19 @@ class LossScaler:
 
     Attributes:
         config: how S moves.
-        state: S and its counters.
         tally: counts the losses; common to the optimizers of a model.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
         self.config = config
-        self.state: LossScaleState = init_state(config, HOST)
+        self._state: LossScaleState = init_state(config, HOST)
         self.tally = Tally()
         self._last: weakref.ref[Tensor] | None = None
+
+    @property
+    def state(self) -> LossScaleState:
+        """S and its counters, on the host. Syncs: none here; one where they live on a device."""
+        return self._state
 
     @property
     def losses(self) -> int:
@@ -58,9 +62,13 @@ class LossScaler:
         """Return ``loss`` times S; fp32, or double if it is. Syncs: none."""
         self.tally.count += 1
         wide = loss if loss.dtype == torch.float64 else loss.float()
-        scaled = wide * self.state.scale
+        scaled = wide * self._factor(wide)
         self._last = weakref.ref(scaled)
         return scaled
+
+    def _factor(self, loss: Tensor) -> Tensor:
+        """Return S where ``loss`` can be multiplied by it."""
+        return self._state.scale
 
     def made(self, loss: object) -> bool:
         """True iff ``loss`` is what ``scale`` returned last."""
@@ -76,7 +84,7 @@ class LossScaler:
         Raises:
             LossScaleError: one skip too many with S at its floor.
         """
-        self.state.assign_(decision.following)
+        self._take_(decision.following)
         if decision.exhausted:
             raise exhausted_error(self.config, self.state, culprit)
 
@@ -89,7 +97,10 @@ class LossScaler:
     def load_(self, config: LossScaleConfig, state: LossScaleState) -> None:
         """Take over what a checkpoint holds."""
         self.config = config
-        self.state.assign_(state)
+        self._take_(state)
+
+    def _take_(self, state: LossScaleState) -> None:
+        self._state.assign_(state)
 
 
 class Tier(Protocol):

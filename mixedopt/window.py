@@ -15,6 +15,10 @@ from mixedopt.masters import Bucket, MasterWeights, Moved
 
 # (micro-steps in the sum, micro-steps of the window) -> factor on the sum.
 DropRule = Callable[[int, int], float]
+STALE = (
+    "step() of gradients that were scaled before the shared loss scale moved: their unit is unknown. "
+    "Call zero_grad() first, or accumulate with gradients='fp32'."
+)
 
 
 class Window:
@@ -136,13 +140,48 @@ class Window:
             self._note_sparse()
         elif fresh or self.holds:
             if self.stale:
-                raise StepOrderError(
-                    "step() of gradients that were scaled before the shared loss scale moved: their unit is unknown. "
-                    "Call zero_grad() first, or accumulate with gradients='fp32'."
-                )
+                raise StepOrderError(STALE)
             self._views = self._gather_(grads) if self._held is None else self._gather_held_(self._held)
-            self._drop_model_grads()
+            self.drop_model_grads_()
         return any(view is not None for mine in self._views for view in mine)
+
+    def plain(self) -> list[list[Tensor | None]] | None:
+        """Return what is in the model's ``.grad``, by bucket; ``None`` unless that, or plain sums of it, is to be applied.
+
+        Raises:
+            StepOrderError: S has moved since the backward.
+        """
+        if self.unscaled or self._drop_rule is not None:
+            return None
+        if self.stale and (self.holds or self._in_model()):
+            raise StepOrderError(STALE)
+        return [[param.grad for param in bucket.params] for bucket in self._masters.buckets]
+
+    def plain_stores(self) -> list[tuple[Tensor, list[bool]]] | None:
+        """Return each bucket's sum and which of its slots are there; ``None`` if autograd holds the gradients.
+
+        What was written to ``.grad`` by hand joins the sums.
+        """
+        if self._held is None:
+            return None
+        self._held.take_(self._masters.buckets)
+        return self._held.sums()
+
+    def waiting(self) -> list[bool]:
+        """Return for each slot of all buckets whether it has a gradient that is not gathered yet."""
+        if self._held is not None:
+            return self._held.present()
+        return [param.grad is not None for bucket in self._masters.buckets for param in bucket.params]
+
+    def there(self) -> list[bool]:
+        """Return for each slot of all buckets whether it has a gathered gradient."""
+        return [view is not None for views in self._views for view in views]
+
+    def drop_model_grads_(self) -> None:
+        """Set the model's ``.grad`` to ``None``."""
+        for bucket in self._masters.buckets:
+            for param in bucket.params:
+                param.grad = None
 
     def norm(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
         """Return the global norm in the gradients' unit, and True iff unsure.
@@ -257,11 +296,6 @@ class Window:
 
     def _in_model(self) -> bool:
         return any(param.grad is not None for bucket in self._masters.buckets for param in bucket.params)
-
-    def _drop_model_grads(self) -> None:
-        for bucket in self._masters.buckets:
-            for param in bucket.params:
-                param.grad = None
 
     def _flats(self) -> list[Tensor]:
         return self.flats() + self._sparse_values

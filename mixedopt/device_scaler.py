@@ -1,0 +1,113 @@
+"""The loss scale and the counters where the device moves them, and how the host hears of it.
+
+Everything that moves is one fp64 vector, ``judgement.Standing``. Kernels write
+it; the host gets a copy in pinned memory when the device is so far, and waits
+only if somebody asks for a number now.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mixedopt.judgement import Rules, Standing, rules_of
+from mixedopt.loss_scale import LossScaleConfig, LossScaleState, make_state
+from mixedopt.scaler import HOST, LossScaler
+
+STATE = len(LossScaleState.__dataclass_fields__)  # the first fields of a standing
+
+
+class DeviceScaler(LossScaler):
+    """A configuration, and the state that it moves, on a device.
+
+    Attributes:
+        standing: fp64, the fields of ``Standing``.
+        rules: fp64, the fields of ``Rules``.
+        signals: fp32: S; 1 iff the last step met an inf or NaN; what the last
+            gradients were to be divided by. Their addresses stay.
+
+    Args:
+        config: how S moves.
+        device: where.
+        max_grad_norm: limit of the unscaled global norm, ``None`` for none.
+    """
+
+    def __init__(self, config: LossScaleConfig, device: torch.device, max_grad_norm: float | None) -> None:
+        super().__init__(config)
+        self.device = device
+        self._limit = max_grad_norm
+        self.standing = torch.zeros(len(Standing._fields), dtype=torch.float64, device=device)
+        self.rules = torch.zeros(len(Rules._fields), dtype=torch.float64, device=device)
+        self.signals = torch.zeros(4, dtype=torch.float32, device=device)
+        self.load_(config, self._state)
+        self.write_("culprit", -1)
+
+    @property
+    def state(self) -> LossScaleState:
+        """S and its counters, on the host. Syncs: one read."""
+        scale, *counters = self.standing[:STATE].tolist()
+        return make_state(scale, *map(int, counters), device=HOST)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what a kernel reads and writes: standing, rules, signals."""
+        return self.standing, self.rules, self.signals
+
+    def read(self, name: str) -> int:
+        """Return one field of the standing. Syncs: one read."""
+        return int(self.standing[Standing._fields.index(name)])
+
+    def write_(self, name: str, value: float) -> None:
+        """Set one field of the standing. Syncs: none."""
+        self.standing[Standing._fields.index(name)].fill_(value)
+
+    def load_(self, config: LossScaleConfig, state: LossScaleState) -> None:
+        """Take over what a checkpoint holds."""
+        super().load_(config, state)
+        self.rules.copy_(torch.tensor(rules_of(config, self._limit), dtype=torch.float64, device=HOST))
+
+    def _take_(self, state: LossScaleState) -> None:
+        values = torch.stack([value.double() for value in state.tensors()]).to(HOST)
+        self.standing[:STATE].copy_(values)
+        self.signals[0].fill_(float(values[0]))
+
+    def _factor(self, loss: Tensor) -> Tensor:
+        return self.signals[0].to(loss.device, non_blocking=True)
+
+
+class Watch:
+    """Copies of a vector of the device that arrive on the host when they arrive.
+
+    Args:
+        vector: what is watched; read at each ``send_``.
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self._vector = vector
+        on_gpu = vector.device.type == "cuda"
+        self._copy = torch.empty_like(vector, device=HOST, pin_memory=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+        self._under_way = False
+
+    def send_(self) -> None:
+        """Let a copy be made, unless one is still under way. Syncs: none."""
+        if not self._under_way:
+            self._copy.copy_(self._vector, non_blocking=True)
+            if self._event is not None:
+                self._event.record(torch.cuda.current_stream(self._vector.device))
+            self._under_way = True
+
+    def arrived(self, *, wait: bool = False) -> list[float] | None:
+        """Return the copy that was sent, once; ``None`` if there is none, or none yet.
+
+        Args:
+            wait: for the device, if a copy is under way.
+        """
+        if not self._under_way:
+            return None
+        if self._event is not None and not self._event.query():
+            if not wait:
+                return None
+            self._event.synchronize()
+        self._under_way = False
+        values: list[float] = self._copy.tolist()
+        return values

@@ -1,0 +1,169 @@
+"""Steps that the device judges: the host neither waits nor knows what became of them.
+
+The order is that of ``mixedopt.eager``. Gradients are collected and measured in
+one pass; the device decides, lets S and the counters follow, and applies the
+step or leaves everything as it is. What the host is told comes later, in pinned
+memory: log lines and ``LossScaleError`` may be some steps late, which does no
+harm, since skips change nothing.
+
+What this way does not serve (sparse or unscaled gradients, a shared scale,
+micro-steps that may be dropped) goes by the eager tier's, with its one read.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixedopt.collecting import Collected, Collector
+from mixedopt.device_scaler import DeviceScaler, Watch
+from mixedopt.eager import RANGE_CHECK_INTERVAL, WARN_AFTER, EagerTier
+from mixedopt.judgement import Standing
+from mixedopt.loss_scale import exhausted_error
+from mixedopt.report import StepReport
+
+logger = logging.getLogger("mixedopt")
+
+INFINITE = "inf or NaN in the gradients"
+
+
+class DeviceTier(EagerTier):
+    """What moves during training, on the device; subclasses say how a step is applied.
+
+    Args:
+        kernels: gather by our kernels, which need Triton.
+        wide: gather into fp32 buffers.
+        args, options: as for the eager tier; the scaler is a ``DeviceScaler``.
+    """
+
+    scaler: DeviceScaler
+
+    def __init__(self, *args: Any, kernels: bool, wide: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.home = self.scaler.device
+        self.collector = Collector(self.masters, self.window, self.home, wide=wide, kernels=kernels)
+        self._watch = Watch(self.scaler.standing)
+        self._heard_skips = self._tries = 0
+        self._range_watch: Watch | None = None
+        self._warned_late = False
+
+    # -- counters: on the device -------------------------------------------------------
+
+    @property
+    def applied_steps(self) -> int:  # type: ignore[override]
+        """Steps that reached the inner optimizer. Syncs: one read."""
+        return self.scaler.read("applied")
+
+    @applied_steps.setter
+    def applied_steps(self, value: int) -> None:
+        self.scaler.write_("applied", value)
+
+    @property
+    def skipped_steps(self) -> int:  # type: ignore[override]
+        """Steps that met an inf or NaN. Syncs: one read."""
+        return self.scaler.read("skipped")
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self.scaler.write_("skipped", value)
+        self._heard_skips = value
+
+    @property
+    def skips_in_a_row(self) -> int:  # type: ignore[override]
+        """Skips since the last applied step. Syncs: one read."""
+        return self.scaler.read("in_a_row")
+
+    @skips_in_a_row.setter
+    def skips_in_a_row(self, value: int) -> None:
+        self.scaler.write_("in_a_row", value)
+
+    # -- the step ----------------------------------------------------------------------
+
+    def step_(self) -> None:
+        """Apply the window's gradients or skip. Syncs: none, once the inner optimizer has stepped.
+
+        Raises:
+            LossScaleError, ValueError: as the optimizer says; of an earlier
+                step, since when no step was applied.
+        """
+        if self.shared or self.measured or not self._serves():
+            super().step_()
+            return
+        self._begin_()
+        collected = self.collector.collect_()
+        if collected is None:
+            super().step_()
+            return
+        report = torch.empty(4, dtype=torch.float64, device=self.home)
+        try:
+            self._advance_(collected, report)
+        except BaseException:
+            self.drop_gradients_()
+            raise
+        if self.statistics is not None:
+            self.statistics.restore_if_(self.scaler.signals[1])
+        self._warn_if_unscaled()
+        skip, norm, scale, _ = report.unbind()
+        self.finish_(StepReport(_reason=INFINITE, _grad_norm=norm, _loss_scale=scale, _skip=skip))
+        self._hear_()
+
+    def _serves(self) -> bool:
+        """True iff this step may go the sync-free way."""
+        raise NotImplementedError
+
+    def _advance_(self, collected: Collected, report: Tensor) -> None:
+        """Judge and step; write (skip, norm, S) to ``report``. Syncs: none."""
+        raise NotImplementedError
+
+    def _warn_if_unscaled(self) -> None:
+        """As in the eager tier, which knows S. Syncs: one read, before the only warning."""
+        if self.scaler.losses == self._losses_before and not self._warned_unscaled and float(self.scaler.state.scale) != 1:
+            super()._warn_if_unscaled()
+
+    # -- hearing of it -----------------------------------------------------------------
+
+    def _hear_(self, *, wait: bool = False) -> None:
+        """Log and raise what the device has told since last time, and ask anew."""
+        values = self._watch.arrived(wait=wait)
+        self._watch.send_()
+        self._tries += 1
+        if self._range_watch is not None and (unfit := self._range_watch.arrived(wait=wait)) is not None:
+            self._range_watch = None
+            if unfit[0] == torch.inf:
+                self.masters.check_range()
+        if values is None:
+            self._look_at_range_(self._tries % RANGE_CHECK_INTERVAL == 0)
+            return
+        told = dict(zip(Standing._fields, values, strict=True))
+        fresh = int(told["skipped"]) - self._heard_skips
+        self._look_at_range_(fresh > 0 or self._tries % RANGE_CHECK_INTERVAL == 0)
+        if fresh > 0:
+            self._heard_skips += fresh
+            self._log(fresh, told)
+        if told["worst"] >= self.scaler.config.max_consecutive_skips:
+            self.scaler.write_("worst", 0)
+            state = self.scaler.state
+            state.floor_skips.fill_(int(told["worst"]))
+            raise exhausted_error(self.scaler.config, state, self.collector.numbering.name(int(told["culprit"])))
+
+    def _look_at_range_(self, now: bool) -> None:
+        if now and self._range_watch is None and (most := self.masters.largest_half()) is not None:
+            self._range_watch = Watch(most.view(1))
+            self._range_watch.send_()
+
+    def _log(self, fresh: int, told: dict[str, float]) -> None:
+        level = logging.WARNING if told["in_a_row"] >= WARN_AFTER and not self._warned_late else logging.INFO
+        self._warned_late = told["in_a_row"] >= WARN_AFTER
+        logger.log(
+            level,
+            "%s: %s; loss_scale is %g (%d in a row, %d skipped, %d applied so far)",
+            "step skipped" if fresh == 1 else f"{fresh} steps skipped",
+            INFINITE,
+            told["scale"],
+            told["in_a_row"],
+            told["skipped"],
+            told["applied"],
+        )

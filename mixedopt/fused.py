@@ -1,0 +1,104 @@
+"""The fused tier: an inner optimizer of torch that skips by itself.
+
+Fused optimizers of torch honour two attributes: ``grad_scale``, by which they
+divide the gradients, and ``found_inf``, with which they leave everything as it
+is. Both are tensors on the device, so nobody waits; the factor of clipping is
+part of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixedopt.collecting import Collected
+from mixedopt.decision import Decision
+from mixedopt.device_scaler import DeviceScaler
+from mixedopt.device_tier import DeviceTier
+from mixedopt.gradients import FP32_MAX
+from mixedopt.judgement import Judgement, Rules, Standing, judge
+from mixedopt.pieces import combine
+
+# The optimizers whose kernels take both; each but SGD leaves fresh state fresh when its first step is skipped.
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+def is_fused(inner: torch.optim.Optimizer) -> bool:
+    """True iff ``inner`` honours ``grad_scale`` and ``found_inf``, in all its groups."""
+    return type(inner) in FUSED and all(group.get("fused") is True for group in inner.param_groups)
+
+
+class FusedTier(DeviceTier):
+    """Steps of the inner optimizer's own, judged on the device; see the module.
+
+    A parameter's first step goes by the eager tier: a fused SGD leaves its
+    momentum undefined if that one is skipped.
+    """
+
+    name = "fused"
+
+    def __init__(self, *args: Any, kernels: bool, **options: Any) -> None:
+        super().__init__(*args, kernels=kernels, wide=True, **options)
+        self._kernels = kernels
+        self._stepped: set[int] = set()
+        self._state_of: Any = None
+        # What the inner optimizer is given: they stay where they are.
+        _, self._found_inf, self._grad_scale, _ = self.scaler.signals.unbind()
+
+    def _serves(self) -> bool:
+        if self._state_of is not self.inner.state:
+            self._stepped, self._state_of = set(), self.inner.state
+        return is_fused(self.inner) and _numbers(self.window.waiting()) <= self._stepped
+
+    def _apply_(self, decision: Decision) -> None:
+        stepping = _numbers(self.window.there())
+        super()._apply_(decision)
+        self._stepped |= stepping
+
+    def _advance_(self, collected: Collected, report: Tensor) -> None:
+        self._judge_(collected, report)
+        inner: Any = self.inner
+        there = [part for _, part in self.collector.numbering.spread(collected.there)]
+        try:
+            for bucket, flat, mine in zip(self.masters.buckets, collected.flats, there, strict=True):
+                for master, slot, is_there in zip(bucket.masters, bucket.layout.slots, mine, strict=True):
+                    master.grad = slot.view(flat) if is_there else None
+            inner.grad_scale, inner.found_inf = self._grad_scale, self._found_inf
+            with self.at_work():
+                inner.step()
+        finally:
+            vars(inner).pop("grad_scale", None)
+            vars(inner).pop("found_inf", None)
+            for bucket in self.masters.buckets:
+                for master in bucket.masters:
+                    master.grad = None
+            self.masters.publish_([None if all(mine) else list(mine) for mine in there])
+
+    def _judge_(self, collected: Collected, report: Tensor) -> None:
+        scaler, slots_of = self.scaler, self.collector.numbering.slots_of
+        if self._kernels:
+            from mixedopt.step_kernels import launch_plan
+
+            launch_plan(None, (collected.evidence, slots_of, *scaler.tensors(), report), self.collector.numbering.slots)
+        else:
+            judge_(scaler, collected.evidence, slots_of, report)
+
+
+def judge_(scaler: DeviceScaler, evidence: Tensor, slots_of: Tensor, report: Tensor) -> Judgement:
+    """Judge by torch's operations; in place as the kernel does it. Syncs: none."""
+    largest, norm = combine(evidence)
+    bad = (~(evidence[0] <= FP32_MAX)).to(torch.uint8).argmax()
+    standing, rules = Standing(*scaler.standing.unbind()), Rules(*scaler.rules.unbind())
+    judgement = judge(standing, rules, largest, norm, slots_of[bad].double())
+    skip, factor = judgement.skip.float(), judgement.factor
+    report.copy_(torch.stack([skip.double(), judgement.norm, standing.scale, factor.double()]))
+    scaler.standing.copy_(torch.stack(judgement.standing))
+    scaler.signals.copy_(torch.stack([judgement.standing.scale.float(), skip, factor.reciprocal(), factor]))
+    return judgement
+
+
+def _numbers(there: Sequence[bool]) -> set[int]:
+    return {number for number, is_there in enumerate(there) if is_there}

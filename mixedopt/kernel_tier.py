@@ -1,0 +1,172 @@
+"""The compiled tier on a GPU: two kernels of ours make the step, and the host waits for nothing.
+
+The kernels (``step_kernels``) are written from the optimizer's rule. State lies
+in flat buffers, counts of steps and hyperparameters in small tables on the
+device; ``inner.state`` holds views under torch's names. What no rule covers is
+the inner optimizer's own step, by way of the eager tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixedopt.collecting import PIECE, Collected, Numbering
+from mixedopt.decision import Decision
+from mixedopt.device_tier import DeviceTier
+from mixedopt.flat_state import FlatState, hand_over_
+from mixedopt.groups import has_hooks
+from mixedopt.rules import Rule
+
+
+class Tables:
+    """What the kernels read and write of every slot, at home; see ``step_kernels``.
+
+    Attributes:
+        steps: fp32, how many steps each slot has made.
+        scalars: fp32, the rule's.
+        group_of: int32.
+        hyper: fp64, a row for each group: the sign of the gradient, and the
+            rule's hyperparameters.
+        numbers: fp32, a row for each slot.
+        states: of each bucket.
+    """
+
+    def __init__(self, rule: Rule, inner: torch.optim.Optimizer, numbering: Numbering) -> None:
+        from mixedopt.step_kernels import width_of
+
+        home, slots = numbering.home, numbering.slots
+        groups = inner.param_groups
+        self.hypers = len(rule.hyper(groups[0]))
+        self.steps = torch.zeros(slots, device=home)
+        self.scalars = tuple(torch.zeros(slots, device=home) for _ in rule.scalars)
+        self.hyper = torch.zeros((len(groups), 1 + self.hypers), dtype=torch.float64, device=home)
+        self.numbers = torch.zeros((slots, width_of(rule, self.hypers)), device=home)
+        number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
+        group_of = [0] * slots
+        self.states: list[FlatState] = []
+        self.parts: list[Tensor] = []
+        for bucket, first in zip(numbering.buckets, numbering.firsts, strict=True):
+            own = slice(first, first + len(bucket.params))
+            group_of[own] = [number_of[master] for master in bucket.masters]
+            self.states.append(FlatState(bucket, rule, self.steps[own], [each[own] for each in self.scalars]))
+            self.parts.append(self.numbers[own])
+        self.group_of = torch.tensor(group_of, dtype=torch.int32, device="cpu").to(home)
+
+
+class KernelTier(DeviceTier):
+    """Steps by a rule, in kernels; see the module.
+
+    Args:
+        rule: of the inner optimizer.
+        args, options: as for ``DeviceTier``.
+    """
+
+    name = "compiled"
+
+    def __init__(self, rule: Rule, *args: Any, **options: Any) -> None:
+        super().__init__(*args, kernels=True, wide=False, **options)
+        self._rule = rule
+        self._tables: Tables | None = None
+        self._adopted: tuple[Any, ...] | None = None
+        self._there: Sequence[bool] = ()
+        self._marks: list[list[bool] | None] = []
+        self._pushed: list[list[float]] = []
+
+    # -- the step ----------------------------------------------------------------------
+
+    def _serves(self) -> bool:
+        return not has_hooks(self.inner) and all(map(self._rule.serves, self.inner.param_groups))
+
+    def _advance_(self, collected: Collected, report: Tensor) -> None:
+        from mixedopt.step_kernels import launch_plan, update_launcher
+
+        tables, numbering = self._own_(), self.collector.numbering
+        self._note_(collected.there)
+        if not torch.cuda.is_current_stream_capturing():
+            self.push_()
+        tensors = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
+        of_slots = (self.collector.addresses, tables.steps, tables.hyper, tables.group_of, tables.numbers)
+        launch_plan(self._rule, (*tensors, *of_slots, *tables.scalars), numbering.slots, tables.hypers)
+        for state, pieces, part, flat, marks in zip(
+            tables.states, numbering.pieces, tables.parts, collected.flats, self._marks, strict=True
+        ):
+            bucket = state.bucket
+            own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
+            index = flat.get_device()
+            launch = update_launcher(self._rule, tables.hypers, index, flat.dtype, bucket.dtype, False, PIECE)
+            there = contextlib.nullcontext() if bucket.device == self.home else torch.cuda.device(bucket.device)
+            with there:
+                part = part.to(bucket.device, non_blocking=True)
+                launch(pieces.number, (pieces.slot, pieces.start, pieces.count, part, flat, *own, *state.flats))
+            bucket.note_published_(marks)
+
+    def push_(self) -> None:
+        """Bring the hyperparameters to the device, if they have changed. Syncs: none."""
+        groups = self.inner.param_groups
+        rows = [[-1.0 if group.get("maximize") else 1.0, *self._rule.hyper(group)] for group in groups]
+        if rows != self._pushed and self._tables is not None:
+            fresh = torch.tensor(rows, dtype=torch.float64, pin_memory=True, device="cpu")
+            self._tables.hyper.copy_(fresh, non_blocking=True)
+            self._pushed = rows
+
+    def _note_(self, there: Sequence[bool]) -> None:
+        """Make entries in the inner state for what has its first gradient."""
+        if there is self._there or self._tables is None:
+            return
+        parts = [list(part) for _, part in self.collector.numbering.spread(there)]
+        for state, part in zip(self._tables.states, parts, strict=True):
+            state.enter_(self.inner, part)
+        self._marks = [None if all(part) else part for part in parts]
+        self._there = there
+        self._note_adopted_()
+
+    # -- whose the state is ------------------------------------------------------------
+
+    def _own_(self) -> Tables:
+        """Return the tables, after making sure that the inner state is ours."""
+        inner, numbering = self.inner, self.collector.numbering
+        if self._adopted is None or self._adopted[0] is not inner.state or self._adopted[1:] != self._sizes():
+            if self._tables is None or self._tables_of is not numbering:
+                before, self._tables = self._tables, Tables(self._rule, inner, numbering)
+                self._tables_of = numbering
+                if before is not None:
+                    self._tables.take_uncounted_(before)
+            for state in self._tables.states:
+                state.adopt_(inner)
+            self._there, self._pushed = (), []
+            self._note_adopted_()
+        return self._tables
+
+    def _note_adopted_(self) -> None:
+        self._adopted = (self.inner.state, *self._sizes())
+
+    def _sizes(self) -> tuple[int, ...]:
+        return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
+
+    def settle_(self) -> None:
+        """Forget the entries that a skipped first step has made. Syncs: one read."""
+        if self._tables is not None and not self._rule.counts:
+            for state in self._tables.states:
+                state.forget_untouched_(self.inner)
+            self._there = ()
+            self._note_adopted_()
+
+    def _apply_(self, decision: Decision) -> None:
+        hand_over_(self.inner, self._rule)
+        super()._apply_(decision)
+        self._adopted = None  # the inner optimizer may have made state of its own
+
+    @contextlib.contextmanager
+    def undone_if_it_raises(self, device: torch.device | None = None) -> Iterator[None]:
+        """As in the eager tier; what is brought back lies elsewhere."""
+        try:
+            with super().undone_if_it_raises(device):
+                yield
+        except BaseException:
+            self._adopted = None
+            raise

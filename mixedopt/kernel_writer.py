@@ -1,0 +1,201 @@
+"""A pure function of tensors, written as lines of a Triton kernel.
+
+The update rules and the loss scale are written once, in plain PyTorch. On a GPU
+they run inside kernels of ours: the function is traced, and every element-wise
+operation of the trace becomes one line. No compiler but Triton's is asked, so
+nothing is guarded, nothing is compiled anew, and a launch costs microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+TYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.bool: "tl.int1",
+}
+
+# Operation -> how it is written. Its arguments are given the type of its result before.
+ARITHMETIC = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "rsub": "{1} - {0}",
+    "mul": "{0} * {1}",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "exp": "libdevice.exp({0})",
+    "log": "libdevice.log({0})",
+    "expm1": "libdevice.expm1({0})",
+    # As torch: NaN stays. Triton's own maximum knows no NaN in fp64.
+    "maximum": "tl.where(({0} >= {1}) | ({0} != {0}), {0}, {1})",
+    "minimum": "tl.where(({0} <= {1}) | ({0} != {0}), {0}, {1})",
+    "clone": "{0}",
+    "alias": "{0}",
+    "detach": "{0}",
+    "_to_copy": "{0}",
+    "lift_fresh_copy": "{0}",
+    "sign": "tl.where({0} > 0, 1, 0) - tl.where({0} < 0, 1, 0)",
+}
+# The same for what compares: its arguments are given the type that they have in common.
+COMPARISON = {
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+}
+LOGIC = {
+    "logical_not": "{0} == 0",
+    "bitwise_not": "{0} == 0",
+    "bitwise_and": "{0} & {1}",
+    "logical_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "logical_or": "{0} | {1}",
+}
+
+
+def lines_of(
+    function: Callable[..., Any], examples: Sequence[Any], names: Sequence[str], prefix: str
+) -> tuple[list[str], list[str]]:
+    """Return the lines that compute ``function``, and the names of its results.
+
+    Args:
+        function: of tensors and nested tuples of them; returns the same.
+        examples: arguments, small; they are not looked at but for their dtypes.
+        names: how the tensors among the arguments are called in the kernel, flat and in order.
+        prefix: of the names that are made.
+
+    Raises:
+        NotImplementedError: an operation is not element-wise, or not known here.
+    """
+    apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tuple(examples))  # one tensor would have one name
+    with torch.no_grad():
+        trace = make_fx(function)(*apart)
+    trace.graph.eliminate_dead_code()
+    writer = Writer(prefix)
+    given = iter(names)
+    for node in trace.graph.nodes:
+        if node.op == "placeholder":
+            writer.names[node] = next(given) if isinstance(node.meta.get("val"), Tensor) else "None"
+        elif node.op == "get_attr":
+            writer.constant_(node, getattr(trace, str(node.target)))
+        elif node.op == "call_function":
+            writer.call_(node)
+        else:
+            results = torch.utils._pytree.tree_leaves(node.args)
+    return writer.lines, [writer.names[result] for result in results]
+
+
+class Writer:
+    """Lines written so far, and the name of each node of the trace."""
+
+    def __init__(self, prefix: str) -> None:
+        self.lines: list[str] = []
+        self.names: dict[Node, str] = {}
+        self._prefix = prefix
+
+    def constant_(self, node: Node, value: Tensor) -> None:
+        """Write a number that the function has made a tensor of."""
+        if value.numel() != 1:
+            raise NotImplementedError("a kernel can hold a number, not a tensor of several")
+        self._assign_(node, literal(value.item()), value.dtype)
+
+    def call_(self, node: Node) -> None:
+        """Write one operation."""
+        name = getattr(node.target, "overloadpacket", node.target).__name__.rstrip("_")
+        dtype = node.meta["val"].dtype
+        args = node.args
+        if name == "add" or name == "sub" or name == "rsub":
+            if node.kwargs.get("alpha", 1) != 1:
+                raise NotImplementedError(f"{name} with alpha")
+        if name in ARITHMETIC:
+            count = 2 if "{1}" in ARITHMETIC[name] else 1
+            text = ARITHMETIC[name].format(*(self._as(arg, dtype) for arg in args[:count]))
+        elif name in COMPARISON:
+            common = torch.result_type(*(_value(arg) for arg in args))
+            text = COMPARISON[name].format(*(self._as(arg, common) for arg in args))
+        elif name in LOGIC and dtype == torch.bool:
+            text = LOGIC[name].format(*(self._as(arg, torch.bool) for arg in args))
+        elif name in ("zeros_like", "ones_like", "full_like", "scalar_tensor", "full"):
+            fill = {"zeros_like": 0, "ones_like": 1}.get(name, args[0] if name == "scalar_tensor" else args[-1])
+            text = f"tl.full((), {literal(fill)}, {TYPES[dtype]})"
+        else:
+            text = self._special(name, dtype, args, node.kwargs)
+        self._assign_(node, text, dtype)
+
+    def _special(self, name: str, dtype: torch.dtype, args: Sequence[Any], options: Any) -> str:
+        if name == "where":
+            return f"tl.where({self._as(args[0], torch.bool)}, {self._as(args[1], dtype)}, {self._as(args[2], dtype)})"
+        if name in ("clamp", "clamp_min", "clamp_max"):
+            low, high = (*args[1:], None, None)[:2] if name == "clamp" else (None, None)
+            low = options.get("min", low) if name == "clamp" else (args[1] if name == "clamp_min" else None)
+            high = options.get("max", high) if name == "clamp" else (args[1] if name == "clamp_max" else None)
+            text = self._as(args[0], dtype)
+            if low is not None:
+                text = ARITHMETIC["maximum"].format(text, self._as(low, dtype))
+            if high is not None:
+                text = ARITHMETIC["minimum"].format(text, self._as(high, dtype))
+            return text
+        # What Triton rounds carelessly in fp32 unless it is told.
+        exact = dtype == torch.float32
+        if name in ("div", "true_divide"):
+            numerator, denominator = self._as(args[0], dtype), self._as(args[1], dtype)
+            return f"tl.div_rn({numerator}, {denominator})" if exact else f"{numerator} / {denominator}"
+        if name == "reciprocal":
+            return f"tl.div_rn({_one(dtype)}, {self._as(args[0], dtype)})" if exact else f"1 / {self._as(args[0], dtype)}"
+        if name == "sqrt":
+            return f"tl.sqrt_rn({self._as(args[0], dtype)})" if exact else f"libdevice.sqrt({self._as(args[0], dtype)})"
+        if name == "pow":
+            return self._power(args[0], args[1], dtype)
+        raise NotImplementedError(f"the operation {name} is not known to the writer of kernels")
+
+    def _power(self, base: Any, exponent: Any, dtype: torch.dtype) -> str:
+        text = self._as(base, dtype)
+        if exponent == 2:
+            return f"{text} * {text}"
+        return f"libdevice.pow({text}, {self._as(exponent, dtype)})"
+
+    def _as(self, arg: Any, dtype: torch.dtype) -> str:
+        """Return an argument in a type."""
+        if isinstance(arg, Node):
+            same = arg.meta["val"].dtype == dtype
+            return self.names[arg] if same else f"{self.names[arg]}.to({TYPES[dtype]})"
+        return f"tl.full((), {literal(arg)}, {TYPES[dtype]})"
+
+    def _assign_(self, node: Node, text: str, dtype: torch.dtype) -> None:
+        name = f"{self._prefix}{len(self.lines)}"
+        self.names[node] = name
+        constant = node.op == "get_attr" or not any(isinstance(arg, Node) for arg in node.args)
+        made = f"tl.full((), {text}, {TYPES[dtype]})" if constant else f"({text}).to({TYPES[dtype]})"
+        self.lines.append(f"{name} = {made}")
+
+
+def literal(value: Any) -> str:
+    """Return a number as it is written in a kernel."""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)
+
+
+def _one(dtype: torch.dtype) -> str:
+    return f"tl.full((), 1, {TYPES[dtype]})"
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, Node) else arg

@@ -1,0 +1,236 @@
+"""The two kernels of a step on a GPU, and how they are launched.
+
+The first, one program, looks at what the gather has measured, decides, lets the
+loss scale and the counts of steps follow, and works out the numbers of every
+slot. The second, one program for each piece of the flat buffers, applies the
+rule in one pass: unscale, clip, update and publish. A slot whose step is not to
+be taken is not touched, so a skip costs nothing. Rule and judgement are pure
+functions of PyTorch; ``kernel_writer`` makes lines of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+from mixedopt.judgement import Rules, Standing, judge
+from mixedopt.kernel_writer import lines_of
+from mixedopt.launching import Launcher
+from mixedopt.rules import Rule
+
+BLOCK = 1024  # values of a piece that a program of the update works on at once
+WARPS = 4
+MEASURED = 2048  # pieces that the plan looks at at once
+LINES = 512  # slots that it works on at once
+PLAN_WARPS = 16
+# Columns of the table of numbers before those of the rule: whether to step, and the factor on the gradient.
+OWN = 2
+
+
+def plan_source(rule: Rule | None, hypers: int) -> str:
+    """Return the first kernel as text; without a rule it decides only."""
+    scalar = torch.zeros((), dtype=torch.float64)
+    standing = [f"now_{name}" for name in Standing._fields]
+    rules = [f"rule_{name}" for name in Rules._fields]
+    examples = Standing(*[scalar] * len(standing)), Rules(*[scalar] * len(rules)), scalar, scalar, scalar
+    judging, results = lines_of(judge, examples, [*standing, *rules, "largest", "norm", "culprit"], "j")
+    following, (skip, factor, unscaled) = results[: len(standing)], results[len(standing) :]
+    scalars = () if rule is None else rule.scalars
+    arguments = ["evidence", "slots_of", "standing", "rules", "signals", "report"]
+    if rule is not None:
+        arguments += ["addresses", "steps", "hyper", "group_of", "table", *(f"scalar_{name}" for name in scalars)]
+    return "\n".join(
+        [
+            f"def plan_kernel({', '.join(arguments)}, pieces, slots, MEASURED: tl.constexpr, LINES: tl.constexpr):",
+            *(f"    {name} = tl.load(standing + {index})" for index, name in enumerate(standing)),
+            *(f"    {name} = tl.load(rules + {index})" for index, name in enumerate(rules)),
+            *MEASURE,
+            *(f"    {line}" for line in judging),
+            "    tl.debug_barrier()",  # everybody has read what is written now
+            *(f"    tl.store(standing + {index}, {name})" for index, name in enumerate(following)),
+            f"    tl.store(signals, {following[0]}.to(tl.float32))",
+            f"    tl.store(signals + 1, ({skip}).to(tl.float32))",
+            f"    tl.store(signals + 2, tl.div_rn(tl.full((), 1, tl.float32), {factor}))",
+            f"    tl.store(signals + 3, {factor})",
+            f"    tl.store(report, ({skip}).to(tl.float64))",
+            f"    tl.store(report + 1, {unscaled})",
+            "    tl.store(report + 2, now_scale)",
+            f"    tl.store(report + 3, ({factor}).to(tl.float64))",
+            *([] if rule is None else numbers_source(rule, hypers, skip, factor)),
+            "",
+        ]
+    )
+
+
+MEASURE = """\
+    offset = tl.arange(0, MEASURED)
+    most = tl.zeros([MEASURED], tl.float32)
+    total = tl.zeros([MEASURED], tl.float64)
+    first_bad = tl.full([MEASURED], 2147483647, tl.int32)
+    for first in range(0, pieces, MEASURED):
+        place = first + offset
+        inside = place < pieces
+        peak = tl.load(evidence + place, mask=inside, other=0.0)
+        squares = tl.load(evidence + pieces + place, mask=inside, other=0.0)
+        finite = peak <= 3.4028234663852886e38
+        peak = tl.where(finite, peak, float("inf"))
+        most = tl.maximum(most, peak)
+        wide = tl.where(finite, peak, 0.0).to(tl.float64)
+        total += wide * wide * tl.where(finite, squares, 0.0).to(tl.float64)
+        first_bad = tl.minimum(first_bad, tl.where(finite, 2147483647, place))
+    largest = tl.max(most, 0).to(tl.float64)
+    bad = tl.min(first_bad, 0)
+    culprit = tl.load(slots_of + bad, mask=bad < pieces, other=-1).to(tl.float64)
+    norm = libdevice.sqrt(tl.sum(total, 0))
+    norm = tl.where(largest < float("inf"), norm, largest)""".split("\n")
+
+
+def numbers_source(rule: Rule, hypers: int, skip: str, factor: str) -> list[str]:
+    """Return the lines that work out the numbers of every slot."""
+    count = count_of(rule, hypers)
+    line = torch.zeros(4, dtype=torch.float64)
+    single = torch.zeros(4)
+    names = ["step", *(f"hyper_{i}" for i in range(hypers)), *(f"old_{name}" for name in rule.scalars)]
+    examples = line, (line,) * hypers, (single,) * len(rule.scalars)
+    numbering, results = lines_of(rule.numbers, examples, names, "n")
+    numbers, scalars = results[:count], results[count:]
+    width = width_of(rule, hypers)
+    return [
+        "    for first in range(0, slots, LINES):",
+        "        slot = first + tl.arange(0, LINES)",
+        "        inside = slot < slots",
+        "        group = tl.load(group_of + slot, mask=inside, other=0)",
+        "        address = tl.load(addresses + slot, mask=inside, other=0)",
+        "        before = tl.load(steps + slot, mask=inside, other=0.0)",
+        f"        active = (address != 0) & (({skip}) == 0)",
+        "        step = before.to(tl.float64) + 1.0",
+        f"        sign = tl.load(hyper + group * {hypers + 1}, mask=inside, other=1.0).to(tl.float32)",
+        *(f"        hyper_{i} = tl.load(hyper + group * {hypers + 1} + {i + 1}, mask=inside)" for i in range(hypers)),
+        *(f"        old_{name} = tl.load(scalar_{name} + slot, mask=inside, other=0.0)" for name in rule.scalars),
+        *(f"        {text}" for text in numbering),
+        f"        row = table + slot * {width}",
+        "        tl.store(row, active.to(tl.float32), mask=inside)",
+        f"        tl.store(row + 1, sign * {factor}, mask=inside)",
+        *(f"        tl.store(row + {OWN + i}, {name}.to(tl.float32), mask=inside)" for i, name in enumerate(numbers)),
+        "        tl.store(steps + slot, before + active.to(tl.float32), mask=inside)",
+        *(
+            f"        tl.store(scalar_{name} + slot, tl.where(active, {new}, old_{name}), mask=inside)"
+            for name, new in zip(rule.scalars, scalars, strict=True)
+        ),
+    ]
+
+
+def update_source(rule: Rule, hypers: int, half: bool, split: bool) -> str:
+    """Return the second kernel as text."""
+    count = count_of(rule, hypers)
+    wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
+    examples = wide[0], wide[1], tuple(torch.zeros(()) for _ in range(count)), *wide[2:]
+    state = [f"old_{name}" for name in rule.state]
+    updating, results = lines_of(rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u")
+    kept = ["model", "remainder"] if split else ["master", *(["model"] if half else [])]
+    arguments = ["slots_of", "starts", "counts", "table", "grads", *kept, *(f"state_{name}" for name in rule.state)]
+    load, store = "{} = tl.load({} + place, mask=inside, other=0.0)", "tl.store({} + place, {}, mask=inside)"
+    return "\n".join(
+        [
+            f"def update_kernel({', '.join(arguments)}, PIECE: tl.constexpr, BLOCK: tl.constexpr):",
+            "    piece = tl.program_id(0)",
+            "    slot = tl.load(slots_of + piece)",
+            "    if slot >= 0:",
+            f"        row = table + slot * {width_of(rule, hypers)}",
+            "        if tl.load(row) != 0:",
+            "            factor = tl.load(row + 1)",
+            *(f"            n{i} = tl.load(row + {OWN + i})" for i in range(count)),
+            "            start = tl.multiple_of(tl.load(starts + piece), 64)",
+            "            count = tl.load(counts + piece)",
+            "            for first in range(0, PIECE, BLOCK):",
+            "                offset = first + tl.arange(0, BLOCK)",
+            "                inside = offset < count",
+            "                place = start + offset",
+            "                grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32) * factor",
+            *(
+                ["                param = join(tl.load(model + place, mask=inside, other=0.0), "
+                 "tl.load(remainder + place, mask=inside, other=0))"]
+                if split
+                else [f"                {load.format('param', 'master')}"]
+            ),
+            *(f"                {load.format(f'old_{name}', f'state_{name}')}" for name in rule.state),
+            *(f"                {text}" for text in updating),
+            *(
+                f"                {store.format(f'state_{name}', new)}"
+                for name, new in zip(rule.state, results[1:], strict=True)
+            ),
+            *(f"                {text}" for text in publish_source(results[0], half, split, store)),
+            "",
+        ]
+    )
+
+
+def publish_source(param: str, half: bool, split: bool, store: str) -> list[str]:
+    """Return the lines that write a parameter where it is kept."""
+    if split:
+        rounded = f"rounded = {param}.to(model.dtype.element_ty)"
+        return [rounded, store.format("model", "rounded"), store.format("remainder", f"remainder_of({param}, rounded)")]
+    lines = [store.format("master", param)]
+    return [*lines, store.format("model", f"{param}.to(model.dtype.element_ty)")] if half else lines
+
+
+@functools.cache
+def count_of(rule: Rule, hypers: int) -> int:
+    """Return how many numbers a rule makes of its hyperparameters."""
+    line = torch.ones(1, dtype=torch.float64, device="cpu")
+    numbers, _ = rule.numbers(line, (line,) * hypers, (line.float(),) * len(rule.scalars))
+    return len(numbers)
+
+
+def width_of(rule: Rule, hypers: int) -> int:
+    """Return the columns of the table of numbers, filled up so that every row is aligned to 16 bytes."""
+    return -(-(OWN + count_of(rule, hypers)) // 4) * 4
+
+
+def kernel_of(source: str, names: dict[str, Any], whole: Sequence[str] = ()) -> Any:
+    """Return a kernel made of text; the text is shown in tracebacks, and read by Triton."""
+    title = f"<mixedopt kernel {hash(source):x}>"
+    linecache.cache[title] = len(source), None, source.splitlines(keepends=True), title
+    scope: dict[str, Any] = {"tl": tl, "libdevice": libdevice, **names}
+    exec(compile(source, title, "exec"), scope)  # noqa: S102 (the text is ours)
+    function = scope[source[4 : source.index("(")]]
+    function.__module__ = __name__
+    return triton.jit(function, do_not_specialize=list(whole))
+
+
+@functools.cache
+def plan_launcher(rule: Rule | None, hypers: int, device: int) -> Launcher:
+    """Return the launcher of the first kernel: (pointers in the order of its arguments, pieces, slots)."""
+    kernel = kernel_of(plan_source(rule, hypers), {}, ["pieces", "slots"])
+    return Launcher(kernel, device, (MEASURED, LINES), PLAN_WARPS)
+
+
+@functools.cache
+def update_launcher(
+    rule: Rule, hypers: int, device: int, grads: torch.dtype, model: torch.dtype, split: bool, piece: int
+) -> Launcher:
+    """Return the launcher of the second kernel for gradients and weights of these dtypes."""
+    del grads
+    kernel = kernel_of(update_source(rule, hypers, model != torch.float32, split), {})
+    return Launcher(kernel, device, (piece, BLOCK), WARPS)
+
+
+def launch_plan(rule: Rule | None, tensors: Sequence[Tensor], slots: int, hypers: int = 0) -> None:
+    """Decide and work out the numbers; see ``plan_source``. In place; no sync.
+
+    Args:
+        rule: whose numbers; ``None`` decides only.
+        tensors: evidence, slots_of, standing, rules, signals, report; with a
+            rule also addresses, steps, hyper, group_of, table, and its scalars.
+        slots: how many numbers of slots there are.
+        hypers: how many hyperparameters the rule has.
+    """
+    plan_launcher(rule, hypers, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
