@@ -5,6 +5,7 @@ from mixedopt.loss_scale import DynamicLossScale, StaticLossScale
 from mixedopt.optimizer import MixedPrecisionOptimizer
 from mixedopt.policy import CastPolicy, Explanation, PolicyHandle, convert, explain
 from mixedopt.report import StepReport
+from mixedopt.rules import Rule, register_rule
 from mixedopt.scaler import SharedLossScale
 
 __version__ = "0.1.0"
@@ -17,10 +18,12 @@ __all__ = [
     "LossScaleError",
     "MixedPrecisionOptimizer",
     "PolicyHandle",
+    "Rule",
     "SharedLossScale",
     "StaticLossScale",
     "StepOrderError",
     "StepReport",
     "convert",
     "explain",
+    "register_rule",
 ]

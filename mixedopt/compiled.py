@@ -62,14 +62,17 @@ class FlatState:
         self._rule = rule
         self.flats = [torch.zeros_like(bucket.flat_master) for _ in rule.state]
         self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
+        self.scalars = tuple(torch.zeros_like(self.steps) for _ in rule.scalars)
         self.counts = [0] * len(bucket.params)
         self._entries: list[dict[str, Any]] = []
         for index, slot in enumerate(bucket.layout.slots):
-            views = {name: slot.view(flat) for name, flat in zip(rule.state, self.flats, strict=True)}
+            views = {name: values[index] for name, values in zip(rule.scalars, self.scalars, strict=True)}
+            views |= {name: slot.view(flat) for name, flat in zip(rule.state, self.flats, strict=True)}
             self._entries.append({"step": self.steps[index], **views} if rule.counts else views)
 
     def adopt_(self, inner: torch.optim.Optimizer) -> None:
         """Take the values that ``inner`` has, and leave it the views of ours."""
+        group_of = {param: group for group in inner.param_groups for param in group["params"]}
         for index, (master, own) in enumerate(zip(self.bucket.masters, self._entries, strict=True)):
             held = inner.state.get(master)
             if not held:
@@ -82,16 +85,41 @@ class FlatState:
                 if isinstance(value, Tensor) and value.data_ptr() != view.data_ptr():
                     view.copy_(value)
                 elif value is None or not isinstance(value, Tensor):
-                    view.fill_(0.0 if value is None else float(value))
+                    missing = self._rule.initial(group_of[master]).get(name, 0.0) if value is None else value
+                    view.fill_(float(missing))
             held.update(own)
             self.counts[index] = int(self.steps[index]) if self._rule.counts else 1
         self.steps.copy_(torch.tensor(self.counts, dtype=torch.float32))
+
+    def alike(self) -> list[tuple[float, ...]]:
+        """Return for each slot what those of a run must have in common: count and scalars."""
+        return list(zip(self.counts, *(values.tolist() for values in self.scalars), strict=True))
+
+    def begin_(self, inner: torch.optim.Optimizer, run: Run) -> None:
+        """Fill in what is not zero before the first step; only then, since it may be the learning rate."""
+        first, last = run.slots
+        if self.next_step(run) > 1:
+            return
+        for name, value in self._rule.initial(inner.param_groups[run.group]).items():
+            for master, own in zip(self.bucket.masters[first:last], self._entries[first:last], strict=True):
+                if not inner.state.get(master):
+                    own[name].fill_(value)
+
+    def numbers(self, inner: torch.optim.Optimizer, runs: Sequence[Run]) -> tuple[tuple[Tensor, ...], list[Any]]:
+        """Return the rule's numbers, fp64, one entry for each run, and each run's new scalars."""
+        slots = [run.slots[0] for run in runs]
+        steps = torch.tensor([self.next_step(run) for run in runs], dtype=torch.float64, device="cpu")
+        rows = [self._rule.hyper(inner.param_groups[run.group]) for run in runs]
+        hyper = torch.tensor(rows, dtype=torch.float64, device="cpu").unbind(1)
+        numbers, scalars = self._rule.numbers(steps, hyper, tuple(values[slots] for values in self.scalars))
+        columns = [new.tolist() for new in scalars]
+        return numbers, list(zip(*columns, strict=True)) if columns else [()] * len(runs)
 
     def next_step(self, run: Run) -> int:
         """Return the number of the step that a run is about to make; 1 is the first."""
         return self.counts[run.slots[0]] + 1
 
-    def count_(self, inner: torch.optim.Optimizer, run: Run) -> None:
+    def count_(self, inner: torch.optim.Optimizer, run: Run, scalars: Sequence[float]) -> None:
         """Count a step that a run has made; the first one makes the entries of the inner state."""
         first, last = run.slots
         number = self.next_step(run)
@@ -101,6 +129,8 @@ class FlatState:
                     inner.state[master] = dict(own)
         self.counts[first:last] = [number] * (last - first)
         self.steps[first:last] = number
+        for values, value in zip(self.scalars, scalars, strict=True):
+            values[first:last] = value
 
 
 class CompiledTier(EagerTier):
@@ -149,29 +179,30 @@ class CompiledTier(EagerTier):
             return
         bucket = state.bucket
         groups = self.inner.param_groups
-        rows = [
-            (
-                -scale if groups[run.group]["maximize"] else scale,
-                *self._rule.numbers(groups[run.group], state.next_step(run)),
-            )
-            for run in runs
-        ]
-        numbers = torch.tensor(rows, dtype=torch.float64, device="cpu").float().to(flat.device, non_blocking=True)
-        for run, row in zip(runs, numbers, strict=True):
+        signs = [-1.0 if groups[run.group].get("maximize", False) else 1.0 for run in runs]
+        for run in runs:
+            state.begin_(self.inner, run)
+        scales = scale * torch.tensor(signs, dtype=torch.float64, device="cpu")
+        columns, scalars = state.numbers(self.inner, runs)
+        numbers = torch.stack([scales, *columns], 1).float().to(flat.device, non_blocking=True)
+        for run, row, new in zip(runs, numbers, scalars, strict=True):
             part = slice(run.start, run.stop)
             model = bucket.flat_model[part] if bucket.is_half else None
             if run.start < run.stop:  # not of empty parameters alone
                 self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
-            state.count_(self.inner, run)
+            state.count_(self.inner, run, new)
 
     def _hand_over_(self) -> None:
-        """Put counts of steps where the inner optimizer's own step wants them: fused ones on the device."""
+        """Put counts and scalars where the inner optimizer's own step wants them: fused counts on the device."""
         for group in self.inner.param_groups:
             if group.get("fused") or group.get("capturable"):
                 for param in group["params"]:
                     entry = self.inner.state.get(param, {})
                     if isinstance(entry.get("step"), Tensor):
                         entry["step"] = entry["step"].to(param.device)
+            for param in group["params"] if self._rule.scalars else ():
+                entry = self.inner.state.get(param, {})
+                entry.update({name: entry[name].to(param.device) for name in self._rule.scalars if name in entry})
 
     def _covers(self) -> bool:
         """True iff the rule gives this step, and nobody would miss the inner optimizer's own."""
@@ -215,12 +246,12 @@ class CompiledTier(EagerTier):
             self._runs.clear()  # counts of steps have moved since another pattern was seen
             group_of = {p: i for i, group in enumerate(self.inner.param_groups) for p in group["params"]}
             pairs = zip(self._states, moved, strict=True)
-            self._runs[key] = [runs_of(state.bucket, state.counts, marks, group_of) for state, marks in pairs]
+            self._runs[key] = [runs_of(state.bucket, state.alike(), marks, group_of) for state, marks in pairs]
         return self._runs[key]
 
 
 def runs_of(
-    bucket: Bucket, counts: Sequence[int], marks: Sequence[Any] | None, group_of: Mapping[nn.Parameter, int]
+    bucket: Bucket, counts: Sequence[Any], marks: Sequence[Any] | None, group_of: Mapping[nn.Parameter, int]
 ) -> list[Run]:
     """Return the slots with a gradient, cut where group or count changes; padding after a slot belongs to its run."""
     offsets = sorted(slot.offset for slot in bucket.layout.slots if slot.numel)
@@ -253,11 +284,14 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     if rule is None:
         raise ValueError(
             f"MixedPrecisionOptimizer(tier='compiled'): no rule covers this {type(inner).__name__}. There are rules "
-            "for Adam, AdamW, RAdam, Adamax, Adagrad, RMSprop, Adadelta and SGD, without capturable, differentiable, "
-            "centered, eps=0 and tensors as hyperparameters. Use tier='eager'."
+            "for Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, SGD, ASGD and Rprop, without "
+            "capturable, differentiable, eps=0 and tensors as hyperparameters, and for what register_rule was told. "
+            "Use tier='eager'."
         )
     devices = {param.device for group in inner.param_groups for param in group["params"]}
-    count = 1 + len(rule.numbers(inner.param_groups[0], 1))
+    one = torch.ones(1, dtype=torch.float64, device="cpu")
+    hyper = tuple(one * value for value in rule.hyper(inner.param_groups[0]))
+    count = 1 + len(rule.numbers(one, hyper, tuple(one.float() for _ in rule.scalars))[0])
     for device, dtype in itertools.product(devices, {*dtypes, torch.float32}):
         master, *state = (torch.zeros(2 * ALIGNMENT, device=device) for _ in range(1 + len(rule.state)))
         model = None if dtype == torch.float32 else master.to(dtype)

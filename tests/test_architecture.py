@@ -117,8 +117,13 @@ ALLOWED: dict[str, set[str]] = {
         "scaler",
         "window",
     },
-    "rules": set(),
-    "compiled": {"decision", "eager", "flat", "gradients", "masters", "rules"},
+    "rules.rule": set(),
+    "rules.moments": {"rules.rule"},
+    "rules.squares": {"rules.rule"},
+    "rules.gradients": {"rules.rule"},
+    "rules.registry": {"rules.gradients", "rules.moments", "rules.rule", "rules.squares"},
+    "rules.__init__": {"rules.registry", "rules.rule"},
+    "compiled": {"decision", "eager", "flat", "gradients", "masters", "rules.__init__"},
     "closures": {"decision", "eager", "errors", "groups", "loss_scale", "masters", "report"},
     "assembly": {
         "closures",
@@ -149,7 +154,7 @@ ALLOWED: dict[str, set[str]] = {
         "scaler",
         "validate",
     },
-    "__init__": {"errors", "loss_scale", "optimizer", "policy.__init__", "report", "scaler"},
+    "__init__": {"errors", "loss_scale", "optimizer", "policy.__init__", "report", "rules.__init__", "scaler"},
     # Beside the door: the library itself never imports them.
     "testing.runs": {"closures", "copies", "groups", "optimizer", "policy.__init__"},
     "testing.conformance": {"errors", "groups", "testing.runs"},
@@ -157,7 +162,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing.__init__": {"testing.conformance"},
 }
 # Rooms of several files.
-FOLDERS = ("checkpoint.", "policy.", "testing.")
+FOLDERS = ("checkpoint.", "policy.", "rules.", "testing.")
 # What a room needs beside torch: an optional extra.
 # (Triton comes with torch's builds for CUDA.)
 EXTRAS = {
@@ -175,12 +180,14 @@ PUBLIC = {
     "LossScaleError",
     "MixedPrecisionOptimizer",
     "PolicyHandle",
+    "Rule",
     "SharedLossScale",
     "StaticLossScale",
     "StepOrderError",
     "StepReport",
     "convert",
     "explain",
+    "register_rule",
 }
 
 

@@ -68,16 +68,27 @@ MAKES: dict[str, Make] = {
     "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "AMSGrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
     "AdamW, maximize": lambda params: torch.optim.AdamW(params, lr=1e-3, maximize=True),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2, weight_decay=0.1),
+    "NAdam, decoupled": lambda params: torch.optim.NAdam(
+        params, lr=1e-2, weight_decay=0.1, momentum_decay=0.1, decoupled_weight_decay=True
+    ),
     "RAdam": lambda params: torch.optim.RAdam(params, lr=1e-2, betas=(0.9, 0.9)),
     "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2),
     "Adagrad": lambda params: torch.optim.Adagrad(trained_only(params), lr=1e-2, lr_decay=0.1),
+    "Adagrad, initial": lambda params: torch.optim.Adagrad(
+        trained_only(params), lr=1e-2, initial_accumulator_value=0.1
+    ),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
     "RMSprop, momentum": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9),
+    "RMSprop, centered": lambda params: torch.optim.RMSprop(params, lr=1e-3, centered=True),
+    "RMSprop, both": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
     "Adadelta": lambda params: torch.optim.Adadelta(params, lr=1e-1),
     "SGD": sgd(),
     "momentum": sgd(momentum=0.9),
     "dampening": sgd(momentum=0.9, dampening=0.5),
     "nesterov": sgd(momentum=0.9, nesterov=True),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2, lambd=0.1, t0=2, weight_decay=0.1),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-3, step_sizes=(1e-5, 1e-2)),
 }
 NAMES = list(MAKES)
 
@@ -428,8 +439,8 @@ def test_gradients_may_be_held_elsewhere(gradients: str, device: torch.device, d
 @pytest.mark.parametrize(
     "make",
     [
-        lambda params: torch.optim.NAdam(params, lr=1e-2),
-        lambda params: torch.optim.RMSprop(params, lr=1e-2, centered=True),
+        lambda params: torch.optim.Adafactor(params, lr=1e-2),
+        lambda params: torch.optim.NAdam(params, lr=1e-2, differentiable=True),
         lambda params: torch.optim.AdamW(params, lr=1e-2, eps=0.0),
         type("Mine", (torch.optim.SGD,), {}),
     ],
