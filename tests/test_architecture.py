@@ -68,8 +68,9 @@ ALLOWED: dict[str, set[str]] = {
     "functions": {"casting"},
     "scopes": {"casting", "functions"},
     "norms": {"norm_group_kernels", "norm_kernels"},
-    "norm_kernels": set(),
-    "norm_group_kernels": {"norm_kernels"},
+    "launching": set(),
+    "norm_kernels": {"launching"},
+    "norm_group_kernels": {"launching", "norm_kernels"},
     "policy.rule": set(),
     "policy.spelling": {"policy.rule"},
     "policy.rules": {"functions", "policy.rule", "policy.spelling"},
@@ -163,6 +164,7 @@ FOLDERS = ("checkpoint.", "policy.", "testing.")
 EXTRAS = {
     "testing.strategies": {"hypothesis"},
     "checkpoint.plain": {"safetensors"},
+    "launching": {"triton"},
     "norm_kernels": {"triton"},
     "norm_group_kernels": {"triton"},
 }
