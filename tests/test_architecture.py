@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint.plain",
     },
     "gradients": {"flat"},
+    "pieces": {"flat"},
     "masters": {"flat", "gradients"},
     "holding": {"gradients", "masters"},
     "groups": {"copies", "errors"},
