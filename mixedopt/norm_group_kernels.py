@@ -3,7 +3,7 @@
 A "line" is the pixels of one channel of one sample; ``CHANNELS`` lines are a
 group. Forward takes two launches, the moments of each group and the result;
 backward three: the sums of each line, those of each group and of each channel,
-and dx. See ``norm_kernels`` for what both share.
+and dx. As in ``norm_kernels``, the same input gives the same bits.
 """
 
 # ruff: noqa: N803 (constants of a kernel are upper-case, as Triton's own are)
@@ -19,7 +19,8 @@ import torch
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
-from mixedopt.norm_kernels import Gradients, Launcher, jit, power_of_two, warps_for
+from mixedopt.launching import Launcher, jit, power_of_two, warps_for
+from mixedopt.norm_kernels import Gradients
 
 # Lines are ``units * UNIT`` pixels long: a UNIT of 16 tells the compiler that they are aligned, though their length
 # is no constant.

@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint.plain",
     },
     "gradients": {"flat"},
+    "pieces": {"flat"},
     "masters": {"flat", "gradients"},
     "holding": {"gradients", "masters"},
     "groups": {"copies", "errors"},
@@ -68,8 +69,9 @@ ALLOWED: dict[str, set[str]] = {
     "functions": {"casting"},
     "scopes": {"casting", "functions"},
     "norms": {"norm_group_kernels", "norm_kernels"},
-    "norm_kernels": set(),
-    "norm_group_kernels": {"norm_kernels"},
+    "launching": set(),
+    "norm_kernels": {"launching"},
+    "norm_group_kernels": {"launching", "norm_kernels"},
     "policy.rule": set(),
     "policy.spelling": {"policy.rule"},
     "policy.rules": {"functions", "policy.rule", "policy.spelling"},
@@ -168,6 +170,7 @@ FOLDERS = ("checkpoint.", "policy.", "rules.", "testing.")
 EXTRAS = {
     "testing.strategies": {"hypothesis"},
     "checkpoint.plain": {"safetensors"},
+    "launching": {"triton"},
     "norm_kernels": {"triton"},
     "norm_group_kernels": {"triton"},
 }

@@ -1,0 +1,63 @@
+"""Triton kernels: compiled once, launched without Triton's own handling of arguments.
+
+Imported by the rooms that hold kernels, for CUDA tensors only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+# A count that is 1 or a multiple of 16 would otherwise be compiled anew.
+jit: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=["rows", "programs", "units", "samples"])
+
+
+class Launcher:
+    """A kernel and its constants on one device, launched without Triton's handling of arguments.
+
+    That handling costs more host time than all else in a launch. It looks at
+    types, which are constant here, and at alignment, which is checked here.
+    """
+
+    __slots__ = ("compiled", "constants", "device", "kernel", "warps")
+
+    def __init__(self, kernel: Any, device: int, constants: tuple[Any, ...], warps: int) -> None:
+        self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
+        self.compiled: tuple[Callable[..., None], Any, Any] | None = None
+
+    def __call__(self, programs: int, tensors: Sequence[Tensor], *scalars: float) -> None:
+        """Launch ``programs`` programs on the current stream of the device, the current one, without a sync."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
+        if self.compiled is not None and not bits & 15:
+            run, function, metadata = self.compiled
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *scalars, *self.constants)
+            return
+        # The first launch, or a view at an odd place, for which Triton compiles and keeps what fits.
+        compiled = self.kernel[(programs,)](*tensors, *scalars, *self.constants, num_warps=self.warps)
+        if not bits & 15:
+            self.compiled = compiled.run, compiled.function, compiled.packed_metadata
+
+
+@functools.cache
+def processors(device: int) -> int:
+    """Return the number of multiprocessors of a device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two(least: int) -> int:
+    """Return the smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()
+
+
+def warps_for(values: int, a_thread: int) -> int:
+    """Return how many warps give each thread ``a_thread`` of the values of a tile."""
+    return min(max(values // (32 * a_thread), 1), 16)
