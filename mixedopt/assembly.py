@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from mixedopt import validate
 from mixedopt.closures import requires_closure
-from mixedopt.compiled import CompiledTier, check_rule
 from mixedopt.distributed import ddp_of
 from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
@@ -22,6 +20,7 @@ from mixedopt.policy import CastPlan, CastPolicy, PolicyHandle, check_fits, hand
 from mixedopt.rollback import NormStatistics
 from mixedopt.roster import Roster
 from mixedopt.scaler import LossScaler, SharedLossScale
+from mixedopt.tiers import choose
 from mixedopt.window import DropRule, Window
 
 
@@ -127,7 +126,9 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     planned = {} if plan is None else {p: plan.dtypes[n] for n, p in plan.model.named_parameters() if n in plan.dtypes}
     dtypes = {param: planned.get(param, param.dtype) for param in names}
     shared = options.loss_scale if isinstance(options.loss_scale, SharedLossScale) else None
-    scaler = _scaler(options.loss_scale, dtypes)
+    config = _config(options.loss_scale, dtypes)
+    choice = choose(options.tier, inner, set(dtypes.values()), shared=shared is not None)
+    scaler = choice.scaler(config, options.max_grad_norm)
     if plan is not None:
         check_fits(plan)
     elif joined is not None:
@@ -135,17 +136,15 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         scaler.tally = joined.owners[0].scaler.tally
     else:
         validate.warn_if_all_fp32(dtypes.values())
-    rule = check_rule(inner, set(dtypes.values())) if options.tier == "compiled" else None
 
     roster = Roster(inner, root, names, dtypes)
-    make = EagerTier if rule is None else functools.partial(CompiledTier, rule)
-    tier = make(
+    tier = choice.make(
         inner,
         roster.masters,
         scaler,
-        Window(roster.masters, options.gradients, options.drop_bad_micro_steps, narrow=rule is not None),
+        Window(roster.masters, options.gradients, options.drop_bad_micro_steps, narrow=choice.narrow),
         max_grad_norm=options.max_grad_norm,
-        statistics=NormStatistics(root) if root is not None and options.restore_buffers else None,
+        statistics=None if root is None or not options.restore_buffers else NormStatistics(root, kernels=choice.kernels),
         shared=shared is not None,
     )
     loads = None if root is None else Fp32Loads(root, roster.masters)
@@ -162,7 +161,7 @@ def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Optio
     validate.max_grad_norm(options.max_grad_norm)
     validate.choice("master", options.master, ("fp32",))
     validate.choice("gradients", options.gradients, ("autograd", "half", "fp32"))
-    validate.choice("tier", options.tier, ("auto", "eager", "compiled"))
+    validate.choice("tier", options.tier, ("auto", "eager", "fused", "compiled"))
     validate.drop_rule(options.drop_bad_micro_steps, options.gradients)
     validate.ranks(options.gradients)
     validate.policy(options.policy, model)
@@ -171,12 +170,12 @@ def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Optio
         validate.closure_options(inner, options.max_grad_norm, shared=shared)
 
 
-def _scaler(
+def _config(
     loss_scale: float | LossScaleConfig | SharedLossScale | None, dtypes: Mapping[nn.Parameter, torch.dtype]
-) -> LossScaler:
+) -> LossScaleConfig | SharedLossScale:
     if isinstance(loss_scale, SharedLossScale):
-        return loss_scale.scaler
-    return LossScaler(resolve_config(loss_scale, needs_scaling=torch.float16 in dtypes.values()))
+        return loss_scale
+    return resolve_config(loss_scale, needs_scaling=torch.float16 in dtypes.values())
 
 
 def _converted(plan: CastPlan | None, model: nn.Module | None) -> PolicyHandle | None:

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
 from mixedopt.flat import ALIGNMENT
+from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.gradients import clip_factor
+from mixedopt.groups import has_hooks
 from mixedopt.masters import Bucket
 from mixedopt.rules import Rule, rule_for
 
@@ -46,11 +48,11 @@ class Run:
     slots: tuple[int, int]
 
 
-class FlatState:
-    """The state of one bucket: a flat fp32 buffer for each name, and a count of steps for each slot.
+class CountedState(FlatState):
+    """Flat state whose counts of steps the host knows.
 
-    Invariants after ``adopt_``: what ``inner.state`` has for a master are views
-    of the buffers; a slot without an entry has zeros and the count 0.
+    Attributes:
+        counts: steps that each slot has made.
 
     Args:
         bucket: whose parameters.
@@ -58,52 +60,18 @@ class FlatState:
     """
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
-        self.bucket = bucket
-        self._rule = rule
-        self.flats = [torch.zeros_like(bucket.flat_master) for _ in rule.state]
-        self.steps = torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu")
-        self.scalars = tuple(torch.zeros_like(self.steps) for _ in rule.scalars)
+        steps, *scalars = (torch.zeros(len(bucket.params), device="cpu") for _ in ("step", *rule.scalars))
+        super().__init__(bucket, rule, steps, scalars)
         self.counts = [0] * len(bucket.params)
-        self._entries: list[dict[str, Any]] = []
-        for index, slot in enumerate(bucket.layout.slots):
-            views = {name: values[index] for name, values in zip(rule.scalars, self.scalars, strict=True)}
-            views |= {name: slot.view(flat) for name, flat in zip(rule.state, self.flats, strict=True)}
-            self._entries.append({"step": self.steps[index], **views} if rule.counts else views)
 
     def adopt_(self, inner: torch.optim.Optimizer) -> None:
         """Take the values that ``inner`` has, and leave it the views of ours."""
-        group_of = {param: group for group in inner.param_groups for param in group["params"]}
-        for index, (master, own) in enumerate(zip(self.bucket.masters, self._entries, strict=True)):
-            held = inner.state.get(master)
-            if not held:
-                for view in own.values():
-                    view.zero_()
-                self.counts[index] = 0
-                continue
-            for name, view in own.items():
-                value = held.get(name)
-                if isinstance(value, Tensor) and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)
-                elif value is None or not isinstance(value, Tensor):
-                    missing = self._rule.initial(group_of[master]).get(name, 0.0) if value is None else value
-                    view.fill_(float(missing))
-            held.update(own)
-            self.counts[index] = int(self.steps[index]) if self._rule.counts else 1
-        self.steps.copy_(torch.tensor(self.counts, dtype=torch.float32))
+        super().adopt_(inner)
+        self.counts = [int(count) for count in self.steps.tolist()]
 
     def alike(self) -> list[tuple[float, ...]]:
         """Return for each slot what those of a run must have in common: count and scalars."""
         return list(zip(self.counts, *(values.tolist() for values in self.scalars), strict=True))
-
-    def begin_(self, inner: torch.optim.Optimizer, run: Run) -> None:
-        """Fill in what is not zero before the first step; only then, since it may be the learning rate."""
-        first, last = run.slots
-        if self.next_step(run) > 1:
-            return
-        for name, value in self._rule.initial(inner.param_groups[run.group]).items():
-            for master, own in zip(self.bucket.masters[first:last], self._entries[first:last], strict=True):
-                if not inner.state.get(master):
-                    own[name].fill_(value)
 
     def numbers(self, inner: torch.optim.Optimizer, runs: Sequence[Run]) -> tuple[tuple[Tensor, ...], list[Any]]:
         """Return the rule's numbers, fp64, one entry for each run, and each run's new scalars."""
@@ -119,14 +87,10 @@ class FlatState:
         """Return the number of the step that a run is about to make; 1 is the first."""
         return self.counts[run.slots[0]] + 1
 
-    def count_(self, inner: torch.optim.Optimizer, run: Run, scalars: Sequence[float]) -> None:
-        """Count a step that a run has made; the first one makes the entries of the inner state."""
+    def count_(self, run: Run, scalars: Sequence[float]) -> None:
+        """Count a step that a run has made."""
         first, last = run.slots
         number = self.next_step(run)
-        if number == 1:
-            for master, own in zip(self.bucket.masters[first:last], self._entries[first:last], strict=True):
-                if own:
-                    inner.state[master] = dict(own)
         self.counts[first:last] = [number] * (last - first)
         self.steps[first:last] = number
         for values, value in zip(self.scalars, scalars, strict=True):
@@ -146,14 +110,14 @@ class CompiledTier(EagerTier):
     def __init__(self, rule: Rule, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rule = rule
-        self._states: list[FlatState] = []
+        self._states: list[CountedState] = []
         self._adopted: tuple[Any, tuple[int, ...]] | None = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
         self._compiled = compiled(rule)
 
     def _apply_(self, decision: Decision) -> None:
         if not self._covers():
-            self._hand_over_()
+            hand_over_(self.inner, self._rule)
             super()._apply_(decision)
             self._adopted = None  # the inner optimizer may have made state of its own
             return
@@ -174,14 +138,15 @@ class CompiledTier(EagerTier):
         self._adopted = self.inner.state, self._sizes()
         self.count_applied_()
 
-    def _step_bucket_(self, state: FlatState, flat: Tensor, runs: Sequence[Run], scale: float) -> None:
+    def _step_bucket_(self, state: CountedState, flat: Tensor, runs: Sequence[Run], scale: float) -> None:
         if not runs:
             return
         bucket = state.bucket
         groups = self.inner.param_groups
         signs = [-1.0 if groups[run.group].get("maximize", False) else 1.0 for run in runs]
         for run in runs:
-            state.begin_(self.inner, run)
+            if state.next_step(run) == 1:
+                state.begin_(self.inner, run.slots)
         scales = scale * torch.tensor(signs, dtype=torch.float64, device="cpu")
         columns, scalars = state.numbers(self.inner, runs)
         numbers = torch.stack([scales, *columns], 1).float().to(flat.device, non_blocking=True)
@@ -190,29 +155,14 @@ class CompiledTier(EagerTier):
             model = bucket.flat_model[part] if bucket.is_half else None
             if run.start < run.stop:  # not of empty parameters alone
                 self._compiled(flat[part], row, bucket.flat_master[part], model, *[s[part] for s in state.flats])
-            state.count_(self.inner, run, new)
-
-    def _hand_over_(self) -> None:
-        """Put counts and scalars where the inner optimizer's own step wants them: fused counts on the device."""
-        for group in self.inner.param_groups:
-            if group.get("fused") or group.get("capturable"):
-                for param in group["params"]:
-                    entry = self.inner.state.get(param, {})
-                    if isinstance(entry.get("step"), Tensor):
-                        entry["step"] = entry["step"].to(param.device)
-            for param in group["params"] if self._rule.scalars else ():
-                entry = self.inner.state.get(param, {})
-                entry.update({name: entry[name].to(param.device) for name in self._rule.scalars if name in entry})
+            if state.next_step(run) == 1:
+                state.enter_(self.inner, run.slots)
+            state.count_(run, new)
 
     def _covers(self) -> bool:
         """True iff the rule gives this step, and nobody would miss the inner optimizer's own."""
-        inner = self.inner
-        hooks = len(inner._optimizer_step_pre_hooks) + len(inner._optimizer_step_post_hooks)
-        return (
-            hooks == 1  # the guard's own
-            and not self.window.sparse
-            and all(self._rule.serves(group) for group in inner.param_groups)
-        )
+        covered = all(self._rule.serves(group) for group in self.inner.param_groups)
+        return covered and not self.window.sparse and not has_hooks(self.inner)
 
     @contextlib.contextmanager
     def undone_if_it_raises(self, device: torch.device | None = None) -> Iterator[None]:
@@ -230,7 +180,7 @@ class CompiledTier(EagerTier):
         state, sizes = self._adopted or (None, ())
         if state is self.inner.state and sizes == self._sizes():
             return
-        self._states += [FlatState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
+        self._states += [CountedState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
         for state in self._states:
             state.adopt_(self.inner)
         self._runs.clear()

@@ -23,8 +23,9 @@ class DeviceScaler(LossScaler):
     Attributes:
         standing: fp64, the fields of ``Standing``.
         rules: fp64, the fields of ``Rules``.
-        signals: fp32: S; 1 iff the last step met an inf or NaN; what the last
-            gradients were to be divided by. Their addresses stay.
+        signals: fp32, 0-d, each aligned to 16 bytes: S; 1 iff the last step
+            met an inf or NaN; what its gradients were to be divided by; and
+            multiplied by. Their addresses stay.
 
     Args:
         config: how S moves.
@@ -38,7 +39,7 @@ class DeviceScaler(LossScaler):
         self._limit = max_grad_norm
         self.standing = torch.zeros(len(Standing._fields), dtype=torch.float64, device=device)
         self.rules = torch.zeros(len(Rules._fields), dtype=torch.float64, device=device)
-        self.signals = torch.zeros(4, dtype=torch.float32, device=device)
+        self.signals: tuple[Tensor, ...] = torch.zeros((4, 4), device=device, dtype=torch.float32)[:, 0].unbind()
         self.load_(config, self._state)
         self.write_("culprit", -1)
 
@@ -48,9 +49,9 @@ class DeviceScaler(LossScaler):
         scale, *counters = self.standing[:STATE].tolist()
         return make_state(scale, *map(int, counters), device=HOST)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a kernel reads and writes: standing, rules, signals."""
-        return self.standing, self.rules, self.signals
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return what a kernel reads and writes: standing, rules, and the signals, one by one."""
+        return self.standing, self.rules, *self.signals
 
     def read(self, name: str) -> int:
         """Return one field of the standing. Syncs: one read."""

@@ -229,6 +229,9 @@ class EagerTier:
             not decision.skip, decision.skip, reason, self.window.dropped, norm, self.scaler.state.scale.clone()
         )
 
+    def settle_(self) -> None:
+        """Make the inner optimizer's state what it would be by its own steps."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return S and the counters as plain numbers, for a checkpoint."""
         return {

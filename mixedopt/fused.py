@@ -46,7 +46,7 @@ class FusedTier(DeviceTier):
         self._stepped: set[int] = set()
         self._state_of: Any = None
         # What the inner optimizer is given: they stay where they are.
-        _, self._found_inf, self._grad_scale, _ = self.scaler.signals.unbind()
+        _, self._found_inf, self._grad_scale, _ = self.scaler.signals
 
     def _serves(self) -> bool:
         if self._state_of is not self.inner.state:
@@ -96,7 +96,10 @@ def judge_(scaler: DeviceScaler, evidence: Tensor, slots_of: Tensor, report: Ten
     skip, factor = judgement.skip.float(), judgement.factor
     report.copy_(torch.stack([skip.double(), judgement.norm, standing.scale, factor.double()]))
     scaler.standing.copy_(torch.stack(judgement.standing))
-    scaler.signals.copy_(torch.stack([judgement.standing.scale.float(), skip, factor.reciprocal(), factor]))
+    for signal, value in zip(
+        scaler.signals, (judgement.standing.scale, skip, factor.reciprocal(), factor), strict=True
+    ):
+        signal.copy_(value)
     return judgement
 
 

@@ -63,6 +63,11 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
+def has_hooks(inner: torch.optim.Optimizer) -> bool:
+    """True iff somebody beside the guard waits for a step of this optimizer."""
+    return len(inner._optimizer_step_pre_hooks) + len(inner._optimizer_step_post_hooks) > 1
+
+
 def is_wrapped(inner: torch.optim.Optimizer) -> bool:
     """Return True iff a wrapper owns this optimizer."""
     return any(isinstance(hook, StepGuard) for hook in inner._optimizer_step_pre_hooks.values())

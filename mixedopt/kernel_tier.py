@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixedopt.collecting import PIECE, Collected, Numbering
+from mixedopt.collecting import Collected, Numbering
 from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
 from mixedopt.flat_state import FlatState, hand_over_
@@ -39,6 +39,7 @@ class Tables:
     def __init__(self, rule: Rule, inner: torch.optim.Optimizer, numbering: Numbering) -> None:
         from mixedopt.step_kernels import width_of
 
+        self.numbering = numbering
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
         self.hypers = len(rule.hyper(groups[0]))
@@ -98,11 +99,11 @@ class KernelTier(DeviceTier):
             bucket = state.bucket
             own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
             index = flat.get_device()
-            launch = update_launcher(self._rule, tables.hypers, index, flat.dtype, bucket.dtype, False, PIECE)
+            launch = update_launcher(self._rule, tables.hypers, index, flat.dtype, bucket.dtype, False, pieces.aligned)
             there = contextlib.nullcontext() if bucket.device == self.home else torch.cuda.device(bucket.device)
             with there:
                 part = part.to(bucket.device, non_blocking=True)
-                launch(pieces.number, (pieces.slot, pieces.start, pieces.count, part, flat, *own, *state.flats))
+                launch(pieces.number, (pieces.slot, pieces.start, pieces.extent, part, flat, *own, *state.flats))
             bucket.note_published_(marks)
 
     def push_(self) -> None:
@@ -120,7 +121,10 @@ class KernelTier(DeviceTier):
             return
         parts = [list(part) for _, part in self.collector.numbering.spread(there)]
         for state, part in zip(self._tables.states, parts, strict=True):
-            state.enter_(self.inner, part)
+            for slot in (number for number, is_there in enumerate(part) if is_there):
+                if not self.inner.state.get(state.bucket.masters[slot]):
+                    state.begin_(self.inner, (slot, slot + 1))
+                    state.enter_(self.inner, (slot, slot + 1))
         self._marks = [None if all(part) else part for part in parts]
         self._there = there
         self._note_adopted_()
@@ -131,11 +135,9 @@ class KernelTier(DeviceTier):
         """Return the tables, after making sure that the inner state is ours."""
         inner, numbering = self.inner, self.collector.numbering
         if self._adopted is None or self._adopted[0] is not inner.state or self._adopted[1:] != self._sizes():
-            if self._tables is None or self._tables_of is not numbering:
-                before, self._tables = self._tables, Tables(self._rule, inner, numbering)
-                self._tables_of = numbering
-                if before is not None:
-                    self._tables.take_uncounted_(before)
+            if self._tables is None or self._tables.numbering is not numbering:
+                self.settle_()
+                self._tables = Tables(self._rule, inner, numbering)
             for state in self._tables.states:
                 state.adopt_(inner)
             self._there, self._pushed = (), []
@@ -149,7 +151,7 @@ class KernelTier(DeviceTier):
         return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
 
     def settle_(self) -> None:
-        """Forget the entries that a skipped first step has made. Syncs: one read."""
+        """Forget the entries that a skipped first step has made. Syncs: one read at most."""
         if self._tables is not None and not self._rule.counts:
             for state in self._tables.states:
                 state.forget_untouched_(self.inner)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import core_aten_decompositions
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -39,6 +40,8 @@ ARITHMETIC = {
     "exp": "libdevice.exp({0})",
     "log": "libdevice.log({0})",
     "expm1": "libdevice.expm1({0})",
+    "log1p": "libdevice.log1p({0})",
+    "tanh": "libdevice.tanh({0})",
     # As torch: NaN stays. Triton's own maximum knows no NaN in fp64.
     "maximum": "tl.where(({0} >= {1}) | ({0} != {0}), {0}, {1})",
     "minimum": "tl.where(({0} <= {1}) | ({0} != {0}), {0}, {1})",
@@ -84,7 +87,8 @@ def lines_of(
     """
     apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tuple(examples))  # one tensor would have one name
     with torch.no_grad():
-        trace = make_fx(function)(*apart)
+        # Lerp, addcmul and their kind become what they consist of.
+        trace = make_fx(function, decomposition_table=core_aten_decompositions())(*apart)
     trace.graph.eliminate_dead_code()
     writer = Writer(prefix)
     given = iter(names)

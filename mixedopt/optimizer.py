@@ -372,6 +372,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StepOrderError: inside a window, whose gradients it would lose.
         """
         self._check_between_steps("state_dict()")
+        self._tier.settle_()
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

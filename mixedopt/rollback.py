@@ -32,9 +32,13 @@ class NormStatistics:
 
     Args:
         model: every norm layer with running statistics inside it is watched.
+        kernels: on a GPU, choose what to write back by a kernel of ours.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, kernels: bool = False) -> None:
+        self._kernels = kernels
+        self._rows: list[list[int]] = []
+        self._on_device = torch.empty(0)
         self._layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
         self._live: list[Tensor] = []
         self._saved: list[Tensor] = []
@@ -54,9 +58,23 @@ class NormStatistics:
         """Write the statistics back iff ``skipped``, a number on the device, is not 0. Syncs: none."""
         if not self._layers or [buffer._version for buffer in self._live] == self._versions:
             return
+        if self._kernels and all(buffer.device == skipped.device for buffer in self._live):
+            from mixedopt.gather_kernels import restore_
+
+            restore_(skipped, *self._table(skipped.device).unbind())
+            return
         for live, saved in zip(self._live, self._saved, strict=True):
             there = skipped.to(live.device, non_blocking=True)
             live.copy_(torch.where(there != 0, saved, live))
+
+    def _table(self, device: torch.device) -> Tensor:
+        """Return where the statistics lie, where their copies do, and how many bytes they take; int64, on a GPU."""
+        pairs = list(zip(self._live, self._saved, strict=True))
+        rows = [[live.data_ptr(), saved.data_ptr(), live.nbytes] for live, saved in pairs]
+        if rows != self._rows:
+            table = torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous().pin_memory()
+            self._on_device, self._rows = table.to(device, non_blocking=True), rows
+        return self._on_device
 
     def taken(self) -> list[Tensor]:
         """Return copies of the statistics as they are now."""

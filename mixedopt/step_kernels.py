@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import linecache
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from mixedopt.collecting import PIECE
+from mixedopt.flat import plan_layout
 from mixedopt.judgement import Rules, Standing, judge
 from mixedopt.kernel_writer import lines_of
 from mixedopt.launching import Launcher
@@ -44,7 +46,8 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
     judging, results = lines_of(judge, examples, [*standing, *rules, "largest", "norm", "culprit"], "j")
     following, (skip, factor, unscaled) = results[: len(standing)], results[len(standing) :]
     scalars = () if rule is None else rule.scalars
-    arguments = ["evidence", "slots_of", "standing", "rules", "signals", "report"]
+    signals = ["scale", "found_inf", "divisor", "multiplier"]
+    arguments = ["evidence", "slots_of", "standing", "rules", *(f"signal_{name}" for name in signals), "report"]
     if rule is not None:
         arguments += ["addresses", "steps", "hyper", "group_of", "table", *(f"scalar_{name}" for name in scalars)]
     return "\n".join(
@@ -56,10 +59,10 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
             *(f"    {line}" for line in judging),
             "    tl.debug_barrier()",  # everybody has read what is written now
             *(f"    tl.store(standing + {index}, {name})" for index, name in enumerate(following)),
-            f"    tl.store(signals, {following[0]}.to(tl.float32))",
-            f"    tl.store(signals + 1, ({skip}).to(tl.float32))",
-            f"    tl.store(signals + 2, tl.div_rn(tl.full((), 1, tl.float32), {factor}))",
-            f"    tl.store(signals + 3, {factor})",
+            f"    tl.store(signal_scale, {following[0]}.to(tl.float32))",
+            f"    tl.store(signal_found_inf, ({skip}).to(tl.float32))",
+            f"    tl.store(signal_divisor, tl.div_rn(tl.full((), 1, tl.float32), {factor}))",
+            f"    tl.store(signal_multiplier, {factor})",
             f"    tl.store(report, ({skip}).to(tl.float64))",
             f"    tl.store(report + 1, {unscaled})",
             "    tl.store(report + 2, now_scale)",
@@ -136,11 +139,12 @@ def update_source(rule: Rule, hypers: int, half: bool, split: bool) -> str:
     state = [f"old_{name}" for name in rule.state]
     updating, results = lines_of(rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u")
     kept = ["model", "remainder"] if split else ["master", *(["model"] if half else [])]
-    arguments = ["slots_of", "starts", "counts", "table", "grads", *kept, *(f"state_{name}" for name in rule.state)]
+    arguments = ["slots_of", "starts", "extents", "table", "grads", *kept, *(f"state_{name}" for name in rule.state)]
     load, store = "{} = tl.load({} + place, mask=inside, other=0.0)", "tl.store({} + place, {}, mask=inside)"
     return "\n".join(
         [
-            f"def update_kernel({', '.join(arguments)}, PIECE: tl.constexpr, BLOCK: tl.constexpr):",
+            f"def update_kernel({', '.join(arguments)},",
+            "        PIECE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):",
             "    piece = tl.program_id(0)",
             "    slot = tl.load(slots_of + piece)",
             "    if slot >= 0:",
@@ -148,11 +152,14 @@ def update_source(rule: Rule, hypers: int, half: bool, split: bool) -> str:
             "        if tl.load(row) != 0:",
             "            factor = tl.load(row + 1)",
             *(f"            n{i} = tl.load(row + {OWN + i})" for i in range(count)),
-            "            start = tl.multiple_of(tl.load(starts + piece), 64)",
-            "            count = tl.load(counts + piece)",
+            "            start = tl.load(starts + piece)",
+            "            extent = tl.load(extents + piece)",
+            "            if ALIGNED:",  # then loads and stores are wide, under the mask, too
+            "                start = tl.multiple_of(start, 64)",
+            "                extent = tl.multiple_of(extent, 64)",
             "            for first in range(0, PIECE, BLOCK):",
             "                offset = first + tl.arange(0, BLOCK)",
-            "                inside = offset < count",
+            "                inside = offset < extent",
             "                place = start + offset",
             "                grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32) * factor",
             *(
@@ -215,12 +222,12 @@ def plan_launcher(rule: Rule | None, hypers: int, device: int) -> Launcher:
 
 @functools.cache
 def update_launcher(
-    rule: Rule, hypers: int, device: int, grads: torch.dtype, model: torch.dtype, split: bool, piece: int
+    rule: Rule, hypers: int, device: int, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
 ) -> Launcher:
     """Return the launcher of the second kernel for gradients and weights of these dtypes."""
     del grads
     kernel = kernel_of(update_source(rule, hypers, model != torch.float32, split), {})
-    return Launcher(kernel, device, (piece, BLOCK), WARPS)
+    return Launcher(kernel, device, (PIECE, BLOCK, aligned), WARPS)
 
 
 def launch_plan(rule: Rule | None, tensors: Sequence[Tensor], slots: int, hypers: int = 0) -> None:
@@ -228,9 +235,42 @@ def launch_plan(rule: Rule | None, tensors: Sequence[Tensor], slots: int, hypers
 
     Args:
         rule: whose numbers; ``None`` decides only.
-        tensors: evidence, slots_of, standing, rules, signals, report; with a
-            rule also addresses, steps, hyper, group_of, table, and its scalars.
+        tensors: evidence, slots_of, standing, rules, the four signals, report;
+            with a rule also addresses, steps, hyper, group_of, table, and its scalars.
         slots: how many numbers of slots there are.
         hypers: how many hyperparameters the rule has.
     """
     plan_launcher(rule, hypers, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
+
+
+def try_kernels(rule: Rule, hypers: int, device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Make and run the kernels of a rule, on a parameter that is thrown away.
+
+    Raises:
+        Exception: whatever Triton, the compiler or the trace of the rule says.
+    """
+    from mixedopt.gather_kernels import gather_
+    from mixedopt.pieces import plan_pieces
+
+    pieces = plan_pieces(plan_layout([("", torch.zeros(64, device="cpu"))]), PIECE).to(device)
+    with torch.cuda.device(device):
+        for dtype in dtypes:
+            grad, master, *state = (torch.zeros(64, device=device) for _ in range(2 + len(rule.state)))
+            grad, flat = grad.to(dtype), torch.empty_like(grad, dtype=dtype)
+            addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
+            evidence = pieces.new_evidence()
+            for aligned in (True, False):
+                gather_(addresses, pieces, dtype, flat, evidence, aligned)
+            standing = torch.ones(len(Standing._fields), dtype=torch.float64, device=device)
+            rules = torch.ones(len(Rules._fields), dtype=torch.float64, device=device)
+            signals = [torch.zeros(4, device=device) for _ in range(4)]
+            report = torch.zeros(4, dtype=torch.float64, device=device)
+            steps, *scalars = (torch.zeros(4, device=device) for _ in range(1 + len(rule.scalars)))
+            hyper = torch.zeros((1, 1 + hypers), dtype=torch.float64, device=device)
+            group_of = torch.zeros(4, dtype=torch.int32, device=device)
+            table = torch.zeros((4, width_of(rule, hypers)), device=device)
+            tensors = (evidence, pieces.slot, standing, rules, *signals, report)
+            launch_plan(rule, (*tensors, addresses, steps, hyper, group_of, table, *scalars), 4, hypers)
+            launch = update_launcher(rule, hypers, flat.get_device(), dtype, dtype, False, pieces.aligned)
+            weights = (master, master.to(dtype)) if dtype != torch.float32 else (master,)
+            launch(pieces.number, (pieces.slot, pieces.start, pieces.extent, table, flat, *weights, *state))
