@@ -61,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "gradients": {"flat"},
     "pieces": {"flat"},
+    "gather_kernels": {"launching", "pieces"},
     "masters": {"flat", "gradients"},
     "holding": {"gradients", "masters"},
     "groups": {"copies", "errors"},
@@ -170,6 +171,7 @@ FOLDERS = ("checkpoint.", "policy.", "rules.", "testing.")
 EXTRAS = {
     "testing.strategies": {"hypothesis"},
     "checkpoint.plain": {"safetensors"},
+    "gather_kernels": {"triton"},
     "launching": {"triton"},
     "norm_kernels": {"triton"},
     "norm_group_kernels": {"triton"},
