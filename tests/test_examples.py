@@ -7,6 +7,7 @@ import doctest
 import importlib
 import io
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -144,11 +145,22 @@ def test_benchmark_checkpoint_prints_its_tables() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["README.md", "docs/recipes.md", "docs/cast-policy.md", "docs/checkpoint-format.md", "docs/from-other-tools.md"],
+    [
+        "README.md",
+        "docs/recipes.md",
+        "docs/cast-policy.md",
+        "docs/checkpoint-format.md",
+        "docs/from-other-tools.md",
+        "docs/update-rules.md",
+    ],
 )
 def test_the_python_blocks_of_a_page_run(file: str) -> None:
     """A newcomer can paste them, one after the other."""
     assert blocks("python", file)
+    if file == "docs/update-rules.md":
+        pytest.importorskip("lion_pytorch")
+        if shutil.which("g++") is None:
+            pytest.skip("torch.compile needs a C++ compiler")
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile("\n".join(blocks("python", file)), file, "exec"), {})
 

@@ -42,7 +42,8 @@ def _decays(lr: Tensor, decay: Tensor, decoupled: Tensor) -> Columns:
 def _moments(
     grad: Tensor, mean: Tensor, square: Tensor, weight: Tensor, beta2: Tensor, weight2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return mean + weight * (grad - mean), square * beta2 + weight2 * grad * grad
+    # lerp starts from the nearer end: with a small beta, the mean is the gradient, without the old mean's rounding.
+    return mean.lerp(grad, weight), square * beta2 + weight2 * grad * grad
 
 
 # -- Adam, AdamW ------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def _adamax_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Col
 def _adamax(param: Tensor, grad: Tensor, n: Columns, mean: Tensor, most: Tensor) -> Columns:
     decay, weight, beta2, eps, rate = n
     grad = grad + decay * param
-    mean = mean + weight * (grad - mean)
+    mean = mean.lerp(grad, weight)
     most = torch.maximum(most * beta2, grad.abs() + eps)
     return param - rate * (mean / most), mean, most
 

@@ -81,7 +81,7 @@ def _rmsprop_momentum(param: Tensor, grad: Tensor, n: Columns, square: Tensor, b
 
 def _centered(grad: Tensor, square: Tensor, mean: Tensor, alpha: Tensor, weight: Tensor) -> Columns:
     """Return the new moments and the root of the variance, which is NaN where it comes out negative, as in torch."""
-    square, mean = square * alpha + weight * grad * grad, mean + weight * (grad - mean)
+    square, mean = square * alpha + weight * grad * grad, mean.lerp(grad, weight)
     return square, mean, (square - mean * mean).sqrt()
 
 
