@@ -1,95 +1,63 @@
-"""Collecting gradients for a step that the device judges: one pass, no views, no sync.
+"""Collecting gradients for a step that the device judges: one pass over them, no views, no sync.
 
-What ``window`` does for the host, this does for a kernel: gradients go from
-where they are to flat buffers, and on the way it is measured what the judgement
-needs. The slots of all buckets are numbered through; an address for each tells
-the kernels where its gradient is, and whether there is one.
+What ``window`` does for the host, this does for kernels: they are told where
+each gradient lies, and measure them there. Only an optimizer of torch needs
+copies, in fp32, which are made in the same pass.
 """
 
 from __future__ import annotations
 
-import array
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mixedopt.masters import Bucket, MasterWeights
-from mixedopt.pieces import Pieces, plan_pieces
+from mixedopt.masters import MasterWeights
+from mixedopt.numbering import AddressTable, Numbering
 from mixedopt.window import Window
 
-PIECE = 8192  # values that one program of a kernel gathers and measures
-THERE = 16  # the address of a gradient that lies in the flat buffer already, or is empty
-SPARE = 4  # pinned tables that are kept ready for steps that a graph captures
-ROUND = 4  # numbers of slots start anew at multiples of it, so that every part of a table is aligned to 16 bytes
+THERE = 16  # the address of a gradient of no values
+
+DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Gradients of one step, in flat buffers, scaled.
+    """Gradients of one step, scaled.
 
     Attributes:
-        flats: one for each bucket; what belongs to absent gradients is of no
-            meaning.
         evidence: ``(m, s)`` of every piece, fp32, ``[2, pieces]``, at home.
         there: for each slot whether it has a gradient.
+        dtypes: of each bucket's gradients.
+        wide: for each bucket a flat fp32 buffer of its gradients, if that was
+            asked for; what belongs to absent ones is zero.
+        kept: what the addresses are of: to be alive until kernels were launched.
     """
 
-    flats: list[Tensor]
     evidence: Tensor
-    there: tuple[bool, ...]
+    there: Sequence[bool]
+    dtypes: list[torch.dtype]
+    wide: list[Tensor]
+    kept: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Gradients where they lie: one address for each slot, and what keeps them alive."""
+
+    addresses: list[int]
+    there: Sequence[bool]
+    dtypes: list[torch.dtype]
+    kept: Sequence[Tensor | None]
 
 
 def has_triton() -> bool:
     """True iff Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
-
-
-class Numbering:
-    """The slots of all buckets, numbered through, and the pieces of their buffers.
-
-    Attributes:
-        firsts: number of each bucket's first slot, a multiple of ``ROUND``.
-        slots: how many numbers there are; some stand for no slot.
-        pieces: of each bucket, on its device.
-        slots_of: number of the slot of every piece, of all buckets, at home.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], home: torch.device) -> None:
-        self.buckets = tuple(buckets)
-        self.home = home
-        widths = [-(-len(bucket.params) // ROUND) * ROUND for bucket in buckets]
-        self.firsts = [0, *itertools.accumulate(widths)][: len(widths)]
-        self.slots = sum(widths)
-        self._plans = [plan_pieces(bucket.layout, PIECE) for bucket in buckets]
-        pairs = zip(self._plans, self.firsts, strict=True)
-        numbered = [torch.where(plan.slot < 0, -1, plan.slot + first) for plan, first in pairs]
-        self.slots_of = (torch.cat(numbered) if numbered else torch.zeros(0)).int().to(home)
-        self.pieces: list[Pieces] = [p.to(bucket.device) for p, bucket in zip(self._plans, buckets, strict=True)]
-
-    def spread(self, each: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
-        """Yield each bucket's first number, and its part of what is there for each slot."""
-        position = 0
-        for bucket, first in zip(self.buckets, self.firsts, strict=True):
-            yield first, each[position : position + len(bucket.params)]
-            position += len(bucket.params)
-
-    def first_pieces(self, index: int, slots: Sequence[int]) -> Tensor:
-        """Return of each slot of a bucket, none of them empty, the number of its first piece."""
-        plan = self._plans[index]
-        starts = {int(slot): piece for piece, slot in reversed(list(enumerate(plan.slot.tolist())))}
-        return torch.tensor([starts[slot] for slot in slots], device=self.buckets[index].device)
-
-    def name(self, number: int) -> str | None:
-        """Return the name of the parameter in a slot, ``None`` if there is none."""
-        for bucket, first in zip(self.buckets, self.firsts, strict=True):
-            if first <= number < first + len(bucket.params):
-                return bucket.names[number - first]
-        return None
 
 
 class Collector:
@@ -99,8 +67,8 @@ class Collector:
         masters: whose gradients; may grow.
         window: where they wait until then.
         home: the device on which steps are judged.
-        wide: the flat buffers are to be fp32, for an optimizer of torch.
-        kernels: gather by our kernels; else by torch's operations, in more passes.
+        wide: copy them to flat fp32 buffers.
+        kernels: measure by our kernels; else by torch's operations, in more passes.
     """
 
     def __init__(
@@ -111,18 +79,10 @@ class Collector:
         self._home = home
         self._wide = wide
         self._kernels = kernels
-        self.numbering = Numbering([], home)
-        self._strides: list[list[tuple[int, ...]]] = []
-        self._known: list[int] = []
-        self._there: tuple[bool, ...] = ()
-        self._tables: list[Tensor] = []
-        self._aligned = True
-        self._spare: list[Tensor] = []
-        self._kept: list[Tensor] = []
-        self.addresses = torch.zeros(0, dtype=torch.int64, device=home)
+        self._number_()
 
     def collect_(self) -> Collected | None:
-        """Move the gradients of the window into flat buffers and measure them.
+        """Measure the gradients of the window, and take them out of it.
 
         Returns:
             ``None`` if there are none, or this is not the way: they are sparse,
@@ -133,124 +93,122 @@ class Collector:
 
         Syncs: none.
         """
+        if len(self.numbering.buckets) != len(self._masters.buckets):
+            self._number_()
+        waiting = self._waiting()
+        if waiting is None or not any(waiting.addresses):
+            return None
+        self.table.upload_(waiting.addresses)
+        wide = self._gather(waiting) if self._wide or not self._kernels else []
+        evidence = [self._measure(index, waiting, wide) for index in range(len(self.numbering.buckets))]
+        joined = evidence[0]
+        if len(evidence) > 1:
+            joined = torch.cat([measured.to(self._home, non_blocking=True) for measured in evidence], 1)
+        self._window.drop_model_grads_()
+        return Collected(joined, waiting.there, waiting.dtypes, wide, waiting.kept)
+
+    def _number_(self) -> None:
+        """Take in the buckets that there are."""
+        buckets = self._masters.buckets
+        self.numbering = Numbering(buckets, self._home)
+        self.table = AddressTable(self.numbering)
+        self._slots = [slot for bucket in buckets for slot in bucket.layout.slots]
+        self._dtypes = [bucket.dtype for bucket in buckets]
+        self._strides = [slot.stride for slot in self._slots]
+        self._dtype_of = [bucket.dtype for bucket in buckets for _ in bucket.params]
+        self._empty = [number for number, slot in enumerate(self._slots) if not slot.numel]
+        self._all = (True,) * len(self._slots)
+        self._evidence = [pieces.new_evidence() for pieces in self.numbering.pieces]
+
+    def _waiting(self) -> Waiting | None:
+        """Return where the gradients lie, ``None`` if this is not the way."""
         grads = self._window.plain()
         if grads is None:
             return None
-        self._follow_()
         held = self._window.plain_stores()
-        if held is None:
-            try:
-                grads = self._like_their_slots(grads)
-            except RuntimeError:  # sparse ones have no strides
+        if held is not None:
+            return self._stored(held)
+        flat = list(itertools.chain.from_iterable(grads))
+        try:  # the common case, in few calls: all are there, laid out as their slots are
+            addresses = list(map(Tensor.data_ptr, flat))  # type: ignore[arg-type]
+            if list(map(Tensor.stride, flat)) == self._strides and list(map(DTYPE, flat)) == self._dtype_of:
+                return self._with_empty(Waiting(addresses, self._all, self._dtypes, flat))
+        except (TypeError, RuntimeError):  # some are absent, or sparse
+            if any(grad is not None and grad.layout != torch.strided for grad in flat):
                 return None
-            addresses = [_address(grad) for mine in grads for grad in mine]
-        else:
-            addresses = [THERE if there else 0 for _, mine in held for there in mine]
-        if not any(addresses):
-            return None
-        self._upload_(addresses)
-        if held is None:
-            both = [self._gather(index, mine) for index, mine in enumerate(grads)]
-            self._window.drop_model_grads_()
-        else:
-            wide = [flat.float() if self._wide else flat for flat, _ in held]
-            both = [(flat, self._measure(index, flat)) for index, flat in enumerate(wide)]
-        evidence = [measured.to(self._home, non_blocking=True) for _, measured in both]
-        joined = evidence[0] if len(evidence) == 1 else torch.cat(evidence, 1)
-        return Collected([flat for flat, _ in both], joined, self._there)
-
-    def _follow_(self) -> None:
-        """Take in buckets that are new."""
-        if len(self.numbering.buckets) != len(self._masters.buckets):
-            self.numbering = Numbering(self._masters.buckets, self._home)
-            self._strides = [[slot.stride for slot in bucket.layout.slots] for bucket in self._masters.buckets]
-            self._known, self._spare = [], []
-
-    def _like_their_slots(self, grads: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
-        """Return the gradients laid out in memory as their slots are; nearly all of them are."""
-        return [
-            [
-                grad if grad is None or grad.stride() == stride else _laid_out(grad, stride)
-                for grad, stride in zip(mine, strides, strict=True)
-            ]
-            for mine, strides in zip(grads, self._strides, strict=True)
+        flat = [
+            grad if grad is None or (grad.stride(), grad.dtype) == form else _laid_out(grad, *form)
+            for grad, form in zip(flat, zip(self._strides, self._dtype_of, strict=True), strict=True)
         ]
+        there = tuple(grad is not None for grad in flat)
+        addresses = [0 if grad is None else grad.data_ptr() for grad in flat]
+        return self._with_empty(Waiting(addresses, there, self._dtypes, flat))
 
-    def _upload_(self, addresses: list[int]) -> None:
-        """Bring the addresses to the devices, unless they are there."""
-        if addresses == self._known:
-            return
-        numbered = array.array("q", bytes(8 * self.numbering.slots))
-        for first, part in self.numbering.spread(addresses):
-            numbered[first : first + len(part)] = array.array("q", part)
-        fresh = torch.frombuffer(numbered, dtype=torch.int64)
-        if self._home.type == "cuda":
-            fresh = self._pin(fresh)
-        # A new tensor each time: a graph that was captured keeps the one that it has.
-        self.addresses = fresh.to(self._home, non_blocking=True, copy=True)
-        self._tables = [self._own(self.addresses, index) for index in range(len(self._masters.buckets))]
-        self._aligned = not any(address & 15 for address in addresses)
-        self._there = tuple(address != 0 for address in addresses)
-        self._known = addresses
+    def _with_empty(self, waiting: Waiting) -> Waiting:
+        for number in self._empty:
+            waiting.addresses[number] = THERE if waiting.there[number] else 0
+        return waiting
 
-    def _pin(self, fresh: Tensor) -> Tensor:
-        """Return ``fresh`` in pinned memory; what a captured graph copies from stays for ever."""
-        if torch.cuda.is_current_stream_capturing():  # no memory can be pinned now
-            self._kept.append(self._spare.pop().copy_(fresh))
-            return self._kept[-1]
-        while len(self._spare) < SPARE:
-            self._spare.append(torch.empty_like(fresh, pin_memory=True))
-        return fresh.pin_memory()
+    def _stored(self, held: Sequence[tuple[Tensor, list[bool]]]) -> Waiting:
+        """Return where the slots of flat buffers lie."""
+        there = tuple(is_there for _, mine in held for is_there in mine)
+        bases = [(flat.data_ptr(), flat.dtype.itemsize) for flat, mine in held for _ in mine]
+        addresses = [
+            base + slot.offset * size if is_there else 0
+            for (base, size), slot, is_there in zip(bases, self._slots, there, strict=True)
+        ]
+        return self._with_empty(Waiting(addresses, there, [flat.dtype for flat, _ in held], [flat for flat, _ in held]))
 
-    def _own(self, table: Tensor, index: int) -> Tensor:
-        """Return a bucket's part of something that is numbered by slot, on the bucket's device."""
-        bucket, first = self._masters.buckets[index], self.numbering.firsts[index]
-        return table[first : first + len(bucket.params)].to(bucket.device, non_blocking=True)
-
-    def _gather(self, index: int, grads: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        bucket = self._masters.buckets[index]
-        dtype = torch.float32 if self._wide else bucket.dtype
-        flat = torch.empty(bucket.layout.size, dtype=dtype, device=bucket.device)
+    def _gather(self, waiting: Waiting) -> list[Tensor]:
+        """Return flat fp32 buffers; filled unless the kernel that measures is to do that."""
+        buckets = self.numbering.buckets
+        flats = [torch.empty(b.layout.size, dtype=torch.float32, device=b.device) for b in buckets]
         if self._kernels:
-            from mixedopt.gather_kernels import gather_
+            return flats
+        stored = self._window.takes
+        for index, (flat, bucket) in enumerate(zip(flats, buckets, strict=True)):
+            flat.zero_()
+            there = self._part(index, waiting.there)
+            grads = bucket.layout.views(waiting.kept[index]) if stored else self._part(index, waiting.kept)  # type: ignore[arg-type]
+            views = [view for view, is_there in zip(bucket.layout.views(flat), there, strict=True) if is_there]
+            if views:
+                torch._foreach_copy_(views, [grad for grad, is_there in zip(grads, there, strict=True) if is_there])
+        return flats
 
-            evidence = self.numbering.pieces[index].new_evidence()
-            gather_(self._tables[index], self.numbering.pieces[index], bucket.dtype, flat, evidence, self._aligned)
-            return flat, evidence
-        flat.zero_()
-        there = [(slot.view(flat), g) for slot, g in zip(bucket.layout.slots, grads, strict=True) if g is not None]
-        if there:
-            torch._foreach_copy_([view for view, _ in there], [grad for _, grad in there])
-        return flat, self._measured(index, flat)
+    def _measure(self, index: int, waiting: Waiting, wide: Sequence[Tensor]) -> Tensor:
+        """Return the evidence of a bucket's gradients; with kernels, fill its flat buffer on the way."""
+        evidence, pieces = self._evidence[index], self.numbering.pieces[index]
+        if not self._kernels:
+            return self._measured(index, waiting, wide[index])
+        from mixedopt.gather_kernels import gather_, measure_
 
-    def _measure(self, index: int, flat: Tensor) -> Tensor:
-        if self._kernels:
-            from mixedopt.gather_kernels import measure_
+        where = (self.table.parts[index], pieces, waiting.dtypes[index])
+        with torch.cuda.device(evidence.device):
+            if wide:
+                gather_(*where, wide[index], evidence, self.table.aligned)
+            else:
+                measure_(*where, evidence, self.table.aligned)
+        return evidence
 
-            evidence = self.numbering.pieces[index].new_evidence()
-            measure_(self._tables[index], self.numbering.pieces[index], flat, evidence)
-            return evidence
-        return self._measured(index, flat)
-
-    def _measured(self, index: int, flat: Tensor) -> Tensor:
-        """Return the evidence of a buffer by torch's operations: that of a slot stands at its first piece."""
-        bucket, pieces = self._masters.buckets[index], self.numbering.pieces[index]
-        evidence = torch.zeros((2, pieces.number), dtype=torch.float32, device=flat.device)
-        _, there = list(self.numbering.spread(self._there))[index]
-        slots = [number for number, slot in enumerate(bucket.layout.slots) if there[number] and slot.numel]
-        if slots:
-            views = [bucket.layout.slots[number].view(flat) for number in slots]
+    def _measured(self, index: int, waiting: Waiting, flat: Tensor) -> Tensor:
+        """Return the evidence by torch's operations: that of a slot stands at its first piece."""
+        evidence = self._evidence[index].zero_()
+        slots = self.numbering.buckets[index].layout.slots
+        there = self._part(index, waiting.there)
+        numbers = [number for number, slot in enumerate(slots) if there[number] and slot.numel]
+        if numbers:
+            views = [slots[number].view(flat) for number in numbers]
             norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
             peaks = torch.stack(torch._foreach_norm(views, torch.inf, dtype=torch.float64))
             peaks = torch.where(norms <= torch.finfo(torch.float64).max, peaks, torch.inf)
             squares = torch.where(peaks > 0, (norms / peaks).square(), 0.0)
-            evidence[:, self.numbering.first_pieces(index, slots)] = torch.stack([peaks, squares]).float()
+            evidence[:, self.numbering.first_pieces(index, numbers)] = torch.stack([peaks, squares]).float()
         return evidence
 
+    def _part(self, index: int, each: Sequence) -> Sequence:  # type: ignore[type-arg]
+        """Return a bucket's part of what is there for each slot."""
+        return list(self.numbering.spread(each))[index][1]
 
-def _address(grad: Tensor | None) -> int:
-    return 0 if grad is None else (grad.data_ptr() or THERE)
 
-
-def _laid_out(grad: Tensor, stride: Sequence[int]) -> Tensor:
-    return torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+def _laid_out(grad: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(grad.shape, stride, dtype=dtype, device=grad.device).copy_(grad)

@@ -1,8 +1,8 @@
 """The loss scale and the counters where the device moves them, and how the host hears of it.
 
 Everything that moves is one fp64 vector, ``judgement.Standing``. Kernels write
-it; the host gets a copy in pinned memory when the device is so far, and waits
-only if somebody asks for a number now.
+it, and a copy of it into pinned memory of the host, which reads there without
+waiting what was so some steps ago; it waits only if asked for a number now.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class DeviceScaler(LossScaler):
     Attributes:
         standing: fp64, the fields of ``Standing``.
         rules: fp64, the fields of ``Rules``.
+        told: the standing as the host sees it without a sync, some steps late;
+            numbers of different steps may stand side by side.
         signals: fp32, 0-d, each aligned to 16 bytes: S; 1 iff the last step
             met an inf or NaN; what its gradients were to be divided by; and
             multiplied by. Their addresses stay.
@@ -38,6 +40,7 @@ class DeviceScaler(LossScaler):
         self.device = device
         self._limit = max_grad_norm
         self.standing = torch.zeros(len(Standing._fields), dtype=torch.float64, device=device)
+        self.told = torch.zeros_like(self.standing, device=HOST, pin_memory=device.type == "cuda")
         self.rules = torch.zeros(len(Rules._fields), dtype=torch.float64, device=device)
         self.signals: tuple[Tensor, ...] = torch.zeros((4, 4), device=device, dtype=torch.float32)[:, 0].unbind()
         self.load_(config, self._state)
@@ -50,8 +53,8 @@ class DeviceScaler(LossScaler):
         return make_state(scale, *map(int, counters), device=HOST)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return what a kernel reads and writes: standing, rules, and the signals, one by one."""
-        return self.standing, self.rules, *self.signals
+        """Return what a kernel reads and writes: standing, rules, told, and the signals, one by one."""
+        return self.standing, self.rules, self.told, *self.signals
 
     def read(self, name: str) -> int:
         """Return one field of the standing. Syncs: one read."""
@@ -73,42 +76,3 @@ class DeviceScaler(LossScaler):
 
     def _factor(self, loss: Tensor) -> Tensor:
         return self.signals[0].to(loss.device, non_blocking=True)
-
-
-class Watch:
-    """Copies of a vector of the device that arrive on the host when they arrive.
-
-    Args:
-        vector: what is watched; read at each ``send_``.
-    """
-
-    def __init__(self, vector: Tensor) -> None:
-        self._vector = vector
-        on_gpu = vector.device.type == "cuda"
-        self._copy = torch.empty_like(vector, device=HOST, pin_memory=on_gpu)
-        self._event = torch.cuda.Event() if on_gpu else None
-        self._under_way = False
-
-    def send_(self) -> None:
-        """Let a copy be made, unless one is still under way. Syncs: none."""
-        if not self._under_way:
-            self._copy.copy_(self._vector, non_blocking=True)
-            if self._event is not None:
-                self._event.record(torch.cuda.current_stream(self._vector.device))
-            self._under_way = True
-
-    def arrived(self, *, wait: bool = False) -> list[float] | None:
-        """Return the copy that was sent, once; ``None`` if there is none, or none yet.
-
-        Args:
-            wait: for the device, if a copy is under way.
-        """
-        if not self._under_way:
-            return None
-        if self._event is not None and not self._event.query():
-            if not wait:
-                return None
-            self._event.synchronize()
-        self._under_way = False
-        values: list[float] = self._copy.tolist()
-        return values

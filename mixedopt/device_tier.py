@@ -13,17 +13,19 @@ micro-steps that may be dropped) goes by the eager tier's, with its one read.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mixedopt.collecting import Collected, Collector
-from mixedopt.device_scaler import DeviceScaler, Watch
+from mixedopt.device_scaler import DeviceScaler
 from mixedopt.eager import RANGE_CHECK_INTERVAL, WARN_AFTER, EagerTier
 from mixedopt.judgement import Standing
 from mixedopt.loss_scale import exhausted_error
 from mixedopt.report import StepReport
+from mixedopt.scaler import HOST
 
 logger = logging.getLogger("mixedopt")
 
@@ -45,10 +47,10 @@ class DeviceTier(EagerTier):
         super().__init__(*args, **options)
         self.home = self.scaler.device
         self.collector = Collector(self.masters, self.window, self.home, wide=wide, kernels=kernels)
-        self._watch = Watch(self.scaler.standing)
         self._heard_skips = self._tries = 0
-        self._range_watch: Watch | None = None
-        self._warned_late = False
+        self._heard_exhausted = 0.0
+        self._largest: Tensor | None = None  # |fp16 weight|, NaN until the device has looked
+        self._loud = False
 
     # -- counters: on the device -------------------------------------------------------
 
@@ -103,11 +105,11 @@ class DeviceTier(EagerTier):
         except BaseException:
             self.drop_gradients_()
             raise
+        del collected  # the gradients are free before the next ones are made
         if self.statistics is not None:
             self.statistics.restore_if_(self.scaler.signals[1])
         self._warn_if_unscaled()
-        skip, norm, scale, _ = report.unbind()
-        self.finish_(StepReport(_reason=INFINITE, _grad_norm=norm, _loss_scale=scale, _skip=skip))
+        self.finish_(StepReport(_reason=INFINITE, _told=report))
         self._hear_()
 
     def _serves(self) -> bool:
@@ -125,45 +127,37 @@ class DeviceTier(EagerTier):
 
     # -- hearing of it -----------------------------------------------------------------
 
-    def _hear_(self, *, wait: bool = False) -> None:
-        """Log and raise what the device has told since last time, and ask anew."""
-        values = self._watch.arrived(wait=wait)
-        self._watch.send_()
-        self._tries += 1
-        if self._range_watch is not None and (unfit := self._range_watch.arrived(wait=wait)) is not None:
-            self._range_watch = None
-            if unfit[0] == torch.inf:
-                self.masters.check_range()
-        if values is None:
-            self._look_at_range_(self._tries % RANGE_CHECK_INTERVAL == 0)
-            return
-        told = dict(zip(Standing._fields, values, strict=True))
-        fresh = int(told["skipped"]) - self._heard_skips
-        self._look_at_range_(fresh > 0 or self._tries % RANGE_CHECK_INTERVAL == 0)
+    def _hear_(self) -> None:
+        """Log and raise what the device has told by now. Syncs: none; one before an error."""
+        told = Standing(*self.scaler.told.tolist())
+        fresh, exhausted = int(told.skipped) - self._heard_skips, told.exhausted > self._heard_exhausted
+        self._heard_skips += max(fresh, 0)
+        self._heard_exhausted = max(told.exhausted, self._heard_exhausted)
         if fresh > 0:
-            self._heard_skips += fresh
             self._log(fresh, told)
-        if told["worst"] >= self.scaler.config.max_consecutive_skips:
-            self.scaler.write_("worst", 0)
-            state = self.scaler.state
-            state.floor_skips.fill_(int(told["worst"]))
-            raise exhausted_error(self.scaler.config, state, self.collector.numbering.name(int(told["culprit"])))
+        self._tries += 1
+        self._look_at_range_(fresh > 0 or self._tries % RANGE_CHECK_INTERVAL == 0)
+        if exhausted:
+            config, state = self.scaler.config, self.scaler.state
+            state.floor_skips.clamp_(min=config.max_consecutive_skips)
+            raise exhausted_error(config, state, self.collector.numbering.name(int(told.culprit)))
 
     def _look_at_range_(self, now: bool) -> None:
-        if now and self._range_watch is None and (most := self.masters.largest_half()) is not None:
-            self._range_watch = Watch(most.view(1))
-            self._range_watch.send_()
+        """Raise if a look for weights beyond the half range has found one; look anew if it is time."""
+        if self._largest is not None and not math.isnan(self._largest):
+            largest, self._largest = float(self._largest), None
+            if largest == math.inf:
+                self.masters.check_range()
+        if now and self._largest is None and (largest_half := self.masters.largest_half()) is not None:
+            self._largest = torch.full((), math.nan, device=HOST, pin_memory=self.home.type == "cuda")
+            self._largest.copy_(largest_half, non_blocking=True)
 
-    def _log(self, fresh: int, told: dict[str, float]) -> None:
-        level = logging.WARNING if told["in_a_row"] >= WARN_AFTER and not self._warned_late else logging.INFO
-        self._warned_late = told["in_a_row"] >= WARN_AFTER
+    def _log(self, fresh: int, told: Standing) -> None:
+        loud, self._loud = self._loud, told.in_a_row >= WARN_AFTER
         logger.log(
-            level,
-            "%s: %s; loss_scale is %g (%d in a row, %d skipped, %d applied so far)",
+            logging.WARNING if self._loud and not loud else logging.INFO,
+            "%s: %s; loss_scale -> %g (%d in a row, %d skipped, %d applied so far)",
             "step skipped" if fresh == 1 else f"{fresh} steps skipped",
             INFINITE,
-            told["scale"],
-            told["in_a_row"],
-            told["skipped"],
-            told["applied"],
+            *(told.scale, told.in_a_row, told.skipped, told.applied),
         )

@@ -63,7 +63,7 @@ class FusedTier(DeviceTier):
         inner: Any = self.inner
         there = [part for _, part in self.collector.numbering.spread(collected.there)]
         try:
-            for bucket, flat, mine in zip(self.masters.buckets, collected.flats, there, strict=True):
+            for bucket, flat, mine in zip(self.masters.buckets, collected.wide, there, strict=True):
                 for master, slot, is_there in zip(bucket.masters, bucket.layout.slots, mine, strict=True):
                     master.grad = slot.view(flat) if is_there else None
             inner.grad_scale, inner.found_inf = self._grad_scale, self._found_inf
@@ -96,6 +96,7 @@ def judge_(scaler: DeviceScaler, evidence: Tensor, slots_of: Tensor, report: Ten
     skip, factor = judgement.skip.float(), judgement.factor
     report.copy_(torch.stack([skip.double(), judgement.norm, standing.scale, factor.double()]))
     scaler.standing.copy_(torch.stack(judgement.standing))
+    scaler.told.copy_(scaler.standing, non_blocking=True)
     for signal, value in zip(
         scaler.signals, (judgement.standing.scale, skip, factor.reciprocal(), factor), strict=True
     ):

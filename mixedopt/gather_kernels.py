@@ -20,9 +20,8 @@ from torch import Tensor
 from mixedopt.launching import Launcher, jit, power_of_two
 from mixedopt.pieces import Pieces
 
-# Values of a piece, all of which a program holds in registers, and the warps that share them.
-PIECE = 8192
-WARPS = 8
+WARPS = 4  # share a piece, all of which a program holds in registers
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Programs for each tensor that is restored, and the units that they copy at once.
 SHARES = 4
 UNITS = 1024
@@ -46,7 +45,7 @@ def piece_kernel(
 ) -> None:
     """Measure one piece of at most ``BLOCK`` values; if ``GATHER``, copy it into the buffer on the way.
 
-    ``SOURCE`` is the gradient's dtype: 1 for fp16, 2 for bf16, 0 for the buffer's.
+    ``SOURCE`` says of which dtype the gradients are, by its place in ``DTYPES``.
 
     A mask that may end anywhere forbids wide loads, so whole pieces go without one.
     """
@@ -56,20 +55,17 @@ def piece_kernel(
     count = tl.load(counts + program)
     if ALIGNED:
         start = tl.multiple_of(start, 64)
-    target = flat + start
-    source = target
     slot = tl.load(slots + program)
     address = tl.load(addresses + slot, mask=slot >= 0, other=0)
     count = tl.where(address != 0, count, 0)
-    if GATHER:
-        if SOURCE == 1:
-            source = address.to(tl.pointer_type(tl.float16)) + tl.load(withins + program)
-        elif SOURCE == 2:
-            source = address.to(tl.pointer_type(tl.bfloat16)) + tl.load(withins + program)
-        else:
-            source = address.to(tl.pointer_type(flat.dtype.element_ty)) + tl.load(withins + program)
-        if ALIGNED:
-            source = tl.multiple_of(source, 16)
+    if SOURCE == 0:
+        source = address.to(tl.pointer_type(tl.float16)) + tl.load(withins + program)
+    elif SOURCE == 1:
+        source = address.to(tl.pointer_type(tl.bfloat16)) + tl.load(withins + program)
+    else:
+        source = address.to(tl.pointer_type(tl.float32)) + tl.load(withins + program)
+    if ALIGNED:
+        source = tl.multiple_of(source, 16)
     if count == BLOCK:  # noqa: SIM108 (a branch, not a select: only one of the two loads happens)
         value = tl.load(source + lane)
     else:
@@ -78,7 +74,7 @@ def piece_kernel(
         extent = tl.load(extents + program)
         if ALIGNED:
             extent = tl.multiple_of(extent, 64)
-        tl.store(target + lane, value, mask=lane < extent)
+        tl.store(flat + start + lane, value.to(flat.dtype.element_ty), mask=lane < extent)
     measure_piece(value, evidence + program, programs)
 
 
@@ -147,8 +143,8 @@ def piece_launcher(
     device: int, dtype: torch.dtype, source: torch.dtype, piece: int, gather: bool, aligned: bool, warps: int = WARPS
 ) -> Launcher:
     """Return a launcher; one for each device and ``dtype``, as it keeps what it compiled."""
-    code = 0 if source == dtype else {torch.float16: 1, torch.bfloat16: 2}[source]
-    return Launcher(piece_kernel, device, (power_of_two(piece), gather, aligned, code), warps)
+    del dtype
+    return Launcher(piece_kernel, device, (power_of_two(piece), gather, aligned, DTYPES.index(source)), warps)
 
 
 @functools.cache
@@ -190,20 +186,22 @@ def gather_(
         launch(pieces.number, (addresses, *_tensors(pieces), flat, evidence), pieces.number)
 
 
-def measure_(addresses: Tensor, pieces: Pieces, flat: Tensor, evidence: Tensor) -> None:
-    """Measure a buffer that is filled already, reading it once; padding and absent gradients do not count.
+def measure_(addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool) -> None:
+    """Measure gradients where they lie, reading them once; absent ones do not count.
 
     Args:
-        addresses: int64, one for each slot of the layout; 0 for no gradient.
+        addresses: as for ``gather_``.
         pieces: as for ``gather_``.
-        flat: fp16, bf16 or fp32, 1-d. Not modified.
+        source: dtype of the gradients.
         evidence: as for ``gather_``. Overwritten.
+        aligned: as for ``gather_``.
 
     Syncs: none.
     """
     if pieces.number:
-        launch = piece_launcher(flat.get_device(), flat.dtype, flat.dtype, pieces.piece, False, pieces.aligned)
-        launch(pieces.number, (addresses, *_tensors(pieces), flat, evidence), pieces.number)
+        aligned = aligned and pieces.aligned
+        launch = piece_launcher(evidence.get_device(), evidence.dtype, source, pieces.piece, False, aligned)
+        launch(pieces.number, (addresses, *_tensors(pieces), evidence, evidence), pieces.number)
 
 
 def restore_(skip: Tensor, live_addresses: Tensor, saved_addresses: Tensor, sizes: Tensor) -> None:

@@ -24,7 +24,7 @@ class Standing(NamedTuple):
         scale: S; it and the next three are the state of the loss scale.
         applied, skipped: steps so far.
         in_a_row: skips since the last applied step.
-        worst: the most ``floor_skips`` since somebody looked.
+        exhausted: steps that were one skip too many with S at its floor.
         culprit: number of the first slot with an inf or NaN, of the last skip.
     """
 
@@ -35,12 +35,12 @@ class Standing(NamedTuple):
     applied: Tensor
     skipped: Tensor
     in_a_row: Tensor
-    worst: Tensor
+    exhausted: Tensor
     culprit: Tensor
 
 
 class Rules(NamedTuple):
-    """What does not move; fp64, 0-d: the knobs of the loss scale, and the limit of the norm."""
+    """What does not move; fp64, 0-d: the knobs of the loss scale, and two limits."""
 
     growth_factor: Tensor
     backoff_factor: Tensor
@@ -49,6 +49,7 @@ class Rules(NamedTuple):
     min_scale: Tensor
     max_scale: Tensor
     least_left: Tensor
+    max_consecutive_skips: Tensor
     max_grad_norm: Tensor
 
 
@@ -70,7 +71,8 @@ class Judgement(NamedTuple):
 
 def rules_of(config: LossScaleConfig, max_grad_norm: float | None) -> list[float]:
     """Return the numbers of ``Rules``, in order."""
-    return [*map(float, knobs_of(config)), math.inf if max_grad_norm is None else float(max_grad_norm)]
+    limit = math.inf if max_grad_norm is None else max_grad_norm
+    return [*map(float, knobs_of(config)), float(config.max_consecutive_skips), float(limit)]
 
 
 def judge(standing: Standing, rules: Rules, largest: Tensor, norm: Tensor, culprit: Tensor) -> Judgement:
@@ -111,7 +113,7 @@ def judge(standing: Standing, rules: Rules, largest: Tensor, norm: Tensor, culpr
         applied=standing.applied + torch.where(skip, 0.0, 1.0),
         skipped=standing.skipped + torch.where(skip, 1.0, 0.0),
         in_a_row=torch.where(skip, standing.in_a_row + 1.0, zero),
-        worst=torch.maximum(standing.worst, following.floor_skips.double()),
+        exhausted=standing.exhausted + torch.where(following.floor_skips >= rules.max_consecutive_skips, 1.0, 0.0),
         culprit=torch.where(skip, culprit, standing.culprit),
     )
     return Judgement(moved, skip, clip_factor(norm, inverse, rules.max_grad_norm), norm * inverse)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixedopt.collecting import Collected, Numbering
+from mixedopt.collecting import Collected
 from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
 from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.groups import has_hooks
+from mixedopt.numbering import Numbering
 from mixedopt.rules import Rule
 
 
@@ -84,27 +85,32 @@ class KernelTier(DeviceTier):
         return not has_hooks(self.inner) and all(map(self._rule.serves, self.inner.param_groups))
 
     def _advance_(self, collected: Collected, report: Tensor) -> None:
-        from mixedopt.step_kernels import launch_plan, update_launcher
+        from mixedopt.step_kernels import launch_plan
 
         tables, numbering = self._own_(), self.collector.numbering
         self._note_(collected.there)
         if not torch.cuda.is_current_stream_capturing():
             self.push_()
-        tensors = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
-        of_slots = (self.collector.addresses, tables.steps, tables.hyper, tables.group_of, tables.numbers)
-        launch_plan(self._rule, (*tensors, *of_slots, *tables.scalars), numbering.slots, tables.hypers)
-        for state, pieces, part, flat, marks in zip(
-            tables.states, numbering.pieces, tables.parts, collected.flats, self._marks, strict=True
-        ):
-            bucket = state.bucket
-            own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
-            index = flat.get_device()
-            launch = update_launcher(self._rule, tables.hypers, index, flat.dtype, bucket.dtype, False, pieces.aligned)
-            there = contextlib.nullcontext() if bucket.device == self.home else torch.cuda.device(bucket.device)
-            with there:
-                part = part.to(bucket.device, non_blocking=True)
-                launch(pieces.number, (pieces.slot, pieces.start, pieces.extent, part, flat, *own, *state.flats))
-            bucket.note_published_(marks)
+        judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
+        of_slots = (self.collector.table.at_home, tables.steps, tables.hyper, tables.group_of, tables.numbers)
+        with torch.cuda.device(self.home):
+            launch_plan(self._rule, (*judging, *of_slots, *tables.scalars), numbering.slots, tables.hypers)
+        for index, dtype in enumerate(collected.dtypes):
+            self._update_(tables, index, dtype)
+
+    def _update_(self, tables: Tables, index: int, grads: torch.dtype) -> None:
+        """Step one bucket."""
+        from mixedopt.step_kernels import update_launcher, where_of
+
+        state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
+        bucket, device = state.bucket, pieces.slot.device
+        own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
+        aligned = table.aligned and pieces.aligned
+        launch = update_launcher(self._rule, tables.hypers, device.index, grads, bucket.dtype, False, aligned)
+        with torch.cuda.device(device):
+            numbers = tables.parts[index].to(device, non_blocking=True)
+            launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
+        bucket.note_published_(self._marks[index])
 
     def push_(self) -> None:
         """Bring the hyperparameters to the device, if they have changed. Syncs: none."""

@@ -25,27 +25,27 @@ class StepReport:
     dropped_micro_steps: int = 0
     _grad_norm: Tensor | None = None
     _loss_scale: Tensor | None = None
-    _skip: Tensor | None = None  # what the device decided: not 0 iff skipped
+    _told: Tensor | None = None  # by the device: not 0 iff skipped, norm, S
 
     @property
     def known(self) -> bool:
         """True iff the host knows what happened. Syncs: none."""
-        return self._skip is None
+        return self._told is None
 
     @property
     def applied(self) -> bool:
         """True iff the inner optimizer stepped. Syncs: none in the eager tier."""
-        return self._applied if self._skip is None else not bool(self._skip)
+        return self._applied if self._told is None else not self.skipped
 
     @property
     def skipped(self) -> bool:
         """True iff the step met an inf or NaN and changed nothing. Syncs: none in the eager tier."""
-        return self._skipped if self._skip is None else bool(self._skip)
+        return self._skipped if self._told is None else bool(self._told[0])
 
     @property
     def reason(self) -> str | None:
         """Why nothing was applied, else ``None``. Syncs: none in the eager tier."""
-        return self._reason if self._skip is None or self.skipped else None
+        return self._reason if self._told is None or self.skipped else None
 
     @property
     def grad_norm(self) -> float | None:
@@ -54,12 +54,14 @@ class StepReport:
         inf or NaN after a skipped step, ``None`` when there were no gradients.
         Syncs: none in the eager tier.
         """
-        return None if self._grad_norm is None else float(self._grad_norm)
+        norm = self._grad_norm if self._told is None else self._told[1]
+        return None if norm is None else float(norm)
 
     @property
     def loss_scale(self) -> float | None:
         """The S that the step's gradients were divided by. Syncs: none in the eager tier."""
-        return None if self._loss_scale is None else float(self._loss_scale)
+        scale = self._loss_scale if self._told is None else self._told[2]
+        return None if scale is None else float(scale)
 
     def __repr__(self) -> str:
         dropped = f"dropped_micro_steps={self.dropped_micro_steps}, " if self.dropped_micro_steps else ""

@@ -21,15 +21,16 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from mixedopt.collecting import PIECE
 from mixedopt.flat import plan_layout
 from mixedopt.judgement import Rules, Standing, judge
-from mixedopt.kernel_writer import lines_of
+from mixedopt.kernel_writer import TYPES, lines_of
 from mixedopt.launching import Launcher
+from mixedopt.numbering import PIECE
+from mixedopt.pieces import Pieces, plan_pieces
 from mixedopt.rules import Rule
 
 BLOCK = 1024  # values of a piece that a program of the update works on at once
-WARPS = 4
+WARPS = 8
 MEASURED = 2048  # pieces that the plan looks at at once
 LINES = 512  # slots that it works on at once
 PLAN_WARPS = 16
@@ -47,7 +48,7 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
     following, (skip, factor, unscaled) = results[: len(standing)], results[len(standing) :]
     scalars = () if rule is None else rule.scalars
     signals = ["scale", "found_inf", "divisor", "multiplier"]
-    arguments = ["evidence", "slots_of", "standing", "rules", *(f"signal_{name}" for name in signals), "report"]
+    arguments = ["evidence", "slots_of", "standing", "rules", "told", *(f"signal_{name}" for name in signals), "report"]
     if rule is not None:
         arguments += ["addresses", "steps", "hyper", "group_of", "table", *(f"scalar_{name}" for name in scalars)]
     return "\n".join(
@@ -59,6 +60,7 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
             *(f"    {line}" for line in judging),
             "    tl.debug_barrier()",  # everybody has read what is written now
             *(f"    tl.store(standing + {index}, {name})" for index, name in enumerate(following)),
+            *(f"    tl.store(told + {index}, {name})" for index, name in enumerate(following)),
             f"    tl.store(signal_scale, {following[0]}.to(tl.float32))",
             f"    tl.store(signal_found_inf, ({skip}).to(tl.float32))",
             f"    tl.store(signal_divisor, tl.div_rn(tl.full((), 1, tl.float32), {factor}))",
@@ -131,16 +133,15 @@ def numbers_source(rule: Rule, hypers: int, skip: str, factor: str) -> list[str]
     ]
 
 
-def update_source(rule: Rule, hypers: int, half: bool, split: bool) -> str:
-    """Return the second kernel as text."""
+def update_source(rule: Rule, hypers: int, grads: torch.dtype, half: bool, split: bool) -> str:
+    """Return the second kernel as text.
+
+    A mask that may end anywhere forbids wide loads, so whole pieces go without one.
+    """
     count = count_of(rule, hypers)
-    wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
-    examples = wide[0], wide[1], tuple(torch.zeros(()) for _ in range(count)), *wide[2:]
-    state = [f"old_{name}" for name in rule.state]
-    updating, results = lines_of(rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u")
     kept = ["model", "remainder"] if split else ["master", *(["model"] if half else [])]
-    arguments = ["slots_of", "starts", "extents", "table", "grads", *kept, *(f"state_{name}" for name in rule.state)]
-    load, store = "{} = tl.load({} + place, mask=inside, other=0.0)", "tl.store({} + place, {}, mask=inside)"
+    arguments = ["slots_of", "starts", "withins", "counts", "table", "addresses", *kept]
+    arguments += [f"state_{name}" for name in rule.state]
     return "\n".join(
         [
             f"def update_kernel({', '.join(arguments)},",
@@ -153,40 +154,51 @@ def update_source(rule: Rule, hypers: int, half: bool, split: bool) -> str:
             "            factor = tl.load(row + 1)",
             *(f"            n{i} = tl.load(row + {OWN + i})" for i in range(count)),
             "            start = tl.load(starts + piece)",
-            "            extent = tl.load(extents + piece)",
-            "            if ALIGNED:",  # then loads and stores are wide, under the mask, too
+            "            count = tl.load(counts + piece)",
+            f"            grads = tl.load(addresses + slot).to(tl.pointer_type({TYPES[grads]}))",
+            "            grads += tl.load(withins + piece)",
+            "            if ALIGNED:",
             "                start = tl.multiple_of(start, 64)",
-            "                extent = tl.multiple_of(extent, 64)",
-            "            for first in range(0, PIECE, BLOCK):",
-            "                offset = first + tl.arange(0, BLOCK)",
-            "                inside = offset < extent",
-            "                place = start + offset",
-            "                grad = tl.load(grads + place, mask=inside, other=0.0).to(tl.float32) * factor",
-            *(
-                ["                param = join(tl.load(model + place, mask=inside, other=0.0), "
-                 "tl.load(remainder + place, mask=inside, other=0))"]
-                if split
-                else [f"                {load.format('param', 'master')}"]
-            ),
-            *(f"                {load.format(f'old_{name}', f'state_{name}')}" for name in rule.state),
-            *(f"                {text}" for text in updating),
-            *(
-                f"                {store.format(f'state_{name}', new)}"
-                for name, new in zip(rule.state, results[1:], strict=True)
-            ),
-            *(f"                {text}" for text in publish_source(results[0], half, split, store)),
+            "                grads = tl.multiple_of(grads, 16)",
+            "            if count == PIECE:",
+            "                for first in range(0, PIECE, BLOCK):",
+            "                    offset = first + tl.arange(0, BLOCK)",
+            *(f"                    {text}" for text in body_source(rule, count, half, split, "")),
+            "            else:",
+            "                for first in range(0, count, BLOCK):",
+            "                    offset = first + tl.arange(0, BLOCK)",
+            "                    inside = offset < count",
+            *(f"                    {text}" for text in body_source(rule, count, half, split, ", mask=inside")),
             "",
         ]
     )
 
 
-def publish_source(param: str, half: bool, split: bool, store: str) -> list[str]:
-    """Return the lines that write a parameter where it is kept."""
+def body_source(rule: Rule, count: int, half: bool, split: bool, mask: str) -> list[str]:
+    """Return the lines that step some values."""
+    wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
+    examples = wide[0], wide[1], tuple(torch.zeros(()) for _ in range(count)), *wide[2:]
+    state = [f"old_{name}" for name in rule.state]
+    updating, results = lines_of(rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u")
+    param, *new_state = results
+    lines = [
+        "place = start + offset",
+        f"grad = tl.load(grads + offset{mask}).to(tl.float32) * factor",
+        f"param = join(tl.load(model + place{mask}), tl.load(remainder + place{mask}))"
+        if split
+        else f"param = tl.load(master + place{mask})",
+        *(f"old_{name} = tl.load(state_{name} + place{mask})" for name in rule.state),
+        *updating,
+        *(f"tl.store(state_{name} + place, {new}{mask})" for name, new in zip(rule.state, new_state, strict=True)),
+    ]
+    if half:
+        lines += [
+            f"rounded = ({param}).to(model.dtype.element_ty)",
+            f"tl.store(model + place, rounded{mask})",
+        ]
     if split:
-        rounded = f"rounded = {param}.to(model.dtype.element_ty)"
-        return [rounded, store.format("model", "rounded"), store.format("remainder", f"remainder_of({param}, rounded)")]
-    lines = [store.format("master", param)]
-    return [*lines, store.format("model", f"{param}.to(model.dtype.element_ty)")] if half else lines
+        return [*lines, f"tl.store(remainder + place, remainder_of({param}, rounded){mask})"]
+    return [*lines, f"tl.store(master + place, {param}{mask})"]
 
 
 @functools.cache
@@ -225,8 +237,7 @@ def update_launcher(
     rule: Rule, hypers: int, device: int, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
 ) -> Launcher:
     """Return the launcher of the second kernel for gradients and weights of these dtypes."""
-    del grads
-    kernel = kernel_of(update_source(rule, hypers, model != torch.float32, split), {})
+    kernel = kernel_of(update_source(rule, hypers, grads, model != torch.float32, split), {})
     return Launcher(kernel, device, (PIECE, BLOCK, aligned), WARPS)
 
 
@@ -235,12 +246,17 @@ def launch_plan(rule: Rule | None, tensors: Sequence[Tensor], slots: int, hypers
 
     Args:
         rule: whose numbers; ``None`` decides only.
-        tensors: evidence, slots_of, standing, rules, the four signals, report;
-            with a rule also addresses, steps, hyper, group_of, table, and its scalars.
+        tensors: evidence, slots_of, standing, rules, told, the four signals,
+            report; with a rule also addresses, steps, hyper, group_of, table, and its scalars.
         slots: how many numbers of slots there are.
         hypers: how many hyperparameters the rule has.
     """
     plan_launcher(rule, hypers, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
+
+
+def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
+    """Return the first arguments of the second kernel: which values a program steps."""
+    return pieces.slot, pieces.start, pieces.within, pieces.count
 
 
 def try_kernels(rule: Rule, hypers: int, device: torch.device, dtypes: Collection[torch.dtype]) -> None:
@@ -249,18 +265,17 @@ def try_kernels(rule: Rule, hypers: int, device: torch.device, dtypes: Collectio
     Raises:
         Exception: whatever Triton, the compiler or the trace of the rule says.
     """
-    from mixedopt.gather_kernels import gather_
-    from mixedopt.pieces import plan_pieces
+    from mixedopt.gather_kernels import measure_
 
     pieces = plan_pieces(plan_layout([("", torch.zeros(64, device="cpu"))]), PIECE).to(device)
     with torch.cuda.device(device):
         for dtype in dtypes:
             grad, master, *state = (torch.zeros(64, device=device) for _ in range(2 + len(rule.state)))
-            grad, flat = grad.to(dtype), torch.empty_like(grad, dtype=dtype)
+            grad = grad.to(dtype)
             addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
             evidence = pieces.new_evidence()
             for aligned in (True, False):
-                gather_(addresses, pieces, dtype, flat, evidence, aligned)
+                measure_(addresses, pieces, dtype, evidence, aligned)
             standing = torch.ones(len(Standing._fields), dtype=torch.float64, device=device)
             rules = torch.ones(len(Rules._fields), dtype=torch.float64, device=device)
             signals = [torch.zeros(4, device=device) for _ in range(4)]
@@ -269,8 +284,9 @@ def try_kernels(rule: Rule, hypers: int, device: torch.device, dtypes: Collectio
             hyper = torch.zeros((1, 1 + hypers), dtype=torch.float64, device=device)
             group_of = torch.zeros(4, dtype=torch.int32, device=device)
             table = torch.zeros((4, width_of(rule, hypers)), device=device)
-            tensors = (evidence, pieces.slot, standing, rules, *signals, report)
+            tensors = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
             launch_plan(rule, (*tensors, addresses, steps, hyper, group_of, table, *scalars), 4, hypers)
-            launch = update_launcher(rule, hypers, flat.get_device(), dtype, dtype, False, pieces.aligned)
             weights = (master, master.to(dtype)) if dtype != torch.float32 else (master,)
-            launch(pieces.number, (pieces.slot, pieces.start, pieces.extent, table, flat, *weights, *state))
+            for aligned in (True, False):
+                launch = update_launcher(rule, hypers, grad.get_device(), dtype, dtype, False, aligned)
+                launch(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))

@@ -1,0 +1,108 @@
+"""The slots of all buckets of an optimizer, numbered through: what tables on the device are about."""
+
+from __future__ import annotations
+
+import array
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixedopt.masters import Bucket
+from mixedopt.pieces import Pieces, plan_pieces
+
+PIECE = 4096  # values that one program of a kernel works on
+ROUND = 4  # each bucket's numbers start at a multiple of it, so that its part of a table is aligned to 16 bytes
+SPARE = 4  # pinned tables that are kept ready for steps that a graph captures
+
+
+class Numbering:
+    """The slots of all buckets, numbered through, and the pieces of their buffers.
+
+    Attributes:
+        firsts: number of each bucket's first slot, a multiple of ``ROUND``.
+        slots: how many numbers there are; some stand for no slot.
+        pieces: of each bucket, on its device.
+        slots_of: number of the slot of every piece, of all buckets, at home.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], home: torch.device) -> None:
+        self.buckets = tuple(buckets)
+        self.home = home
+        widths = [-(-len(bucket.params) // ROUND) * ROUND for bucket in buckets]
+        self.firsts = [0, *itertools.accumulate(widths)][: len(widths)]
+        self.slots = sum(widths)
+        self._plans = [plan_pieces(bucket.layout, PIECE) for bucket in buckets]
+        pairs = zip(self._plans, self.firsts, strict=True)
+        numbered = [torch.where(plan.slot < 0, -1, plan.slot + first) for plan, first in pairs]
+        self.slots_of = (torch.cat(numbered) if numbered else torch.zeros(0)).int().to(home)
+        self.pieces: list[Pieces] = [p.to(bucket.device) for p, bucket in zip(self._plans, buckets, strict=True)]
+
+    def spread(self, each: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+        """Yield each bucket's first number, and its part of what is there for each slot."""
+        position = 0
+        for bucket, first in zip(self.buckets, self.firsts, strict=True):
+            yield first, each[position : position + len(bucket.params)]
+            position += len(bucket.params)
+
+    def first_pieces(self, index: int, slots: Sequence[int]) -> Tensor:
+        """Return of each slot of a bucket, none of them empty, the number of its first piece."""
+        plan = self._plans[index]
+        starts = {int(slot): piece for piece, slot in reversed(list(enumerate(plan.slot.tolist())))}
+        return torch.tensor([starts[slot] for slot in slots], device=self.buckets[index].device)
+
+    def name(self, number: int) -> str | None:
+        """Return the name of the parameter in a slot, ``None`` if there is none."""
+        for bucket, first in zip(self.buckets, self.firsts, strict=True):
+            if first <= number < first + len(bucket.params):
+                return bucket.names[number - first]
+        return None
+
+
+class AddressTable:
+    """Where the gradient of every slot lies, on the device; uploaded when that changes.
+
+    Attributes:
+        at_home: int64, one for each number; 0 for no gradient.
+        parts: of each bucket, on its device.
+        aligned: True iff every address is a multiple of 16.
+    """
+
+    def __init__(self, numbering: Numbering) -> None:
+        self._numbering = numbering
+        self._known: list[int] = []
+        self._spare: list[Tensor] = []
+        self._kept: list[Tensor] = []
+        self.at_home = torch.zeros(numbering.slots, dtype=torch.int64, device=numbering.home)
+        self.parts: list[Tensor] = []
+        self.aligned = True
+
+    def upload_(self, addresses: list[int]) -> None:
+        """Bring the addresses of all slots to the devices, unless they are there. Syncs: none."""
+        if addresses == self._known:
+            return
+        numbering = self._numbering
+        numbered = array.array("q", bytes(8 * numbering.slots))
+        for first, part in numbering.spread(addresses):
+            numbered[first : first + len(part)] = array.array("q", part)
+        fresh = torch.frombuffer(numbered, dtype=torch.int64)
+        self.aligned = not bool((fresh & 15).any())
+        if numbering.home.type == "cuda":
+            fresh = self._pinned(fresh)
+        # A new tensor each time: a graph that was captured keeps the one that it has.
+        self.at_home = fresh.to(numbering.home, non_blocking=True, copy=True)
+        pairs = zip(numbering.buckets, numbering.firsts, strict=True)
+        parts = [(bucket, self.at_home[first : first + len(bucket.params)]) for bucket, first in pairs]
+        self.parts = [part.to(bucket.device, non_blocking=True) for bucket, part in parts]
+        self._known = addresses
+
+    def _pinned(self, fresh: Tensor) -> Tensor:
+        """Return ``fresh`` in pinned memory; what a captured graph copies from stays for ever."""
+        if torch.cuda.is_current_stream_capturing():  # no memory can be pinned now
+            self._kept.append(self._spare.pop().copy_(fresh))
+            return self._kept[-1]
+        while len(self._spare) < SPARE:
+            self._spare.append(torch.empty_like(fresh, pin_memory=True))
+        return fresh.pin_memory()
