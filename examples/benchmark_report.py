@@ -264,7 +264,7 @@ def plot(report: Report, path: Path) -> None:
 
     card = main_card(report)
     cells = [cell for cell in report["cells"] if report["runs"][cell["run"]]["card"] == card]
-    settings = sorted({(cell["compiled"], cell["clip"] or 0.0, cell["dtype"]) for cell in cells})
+    settings = sorted({(cell["compiled"], cell["clip"] or 0.0, cell["dtype"]) for cell in cells}, key=fp16_first)
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     timed = [arm["name"] for cell in cells for arm in cell["arms"] if arm["ratio"]]
     names = [name for name in dict.fromkeys(timed) if name != "torch.amp"]
@@ -287,6 +287,12 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def fp16_first(setting: tuple[bool, float, str]) -> tuple[bool, float, bool]:
+    """Return what settings are sorted by."""
+    compiled, clip, dtype = setting
+    return compiled, clip, dtype != "fp16"
+
+
 def draw_panel(
     panel: Any, setting: tuple[bool, float, str], cells: Sequence[dict[str, Any]], models: list[str], names: list[str]
 ) -> None:
@@ -299,13 +305,15 @@ def draw_panel(
         centres = [place + (index - (len(names) - 1) / 2) * width for place, _ in points]
         middles = [ratio[1] for _, ratio in points]
         whiskers = [[r[1] - r[0] for _, r in points], [r[2] - r[1] for _, r in points]]
-        color = COLORS.get(name, f"C{index}")
-        panel.bar(centres, middles, 0.92 * width, yerr=whiskers, color=color, ecolor="#00000060", label=name)
-        for centre, middle in zip(centres, middles, strict=True):
+        look = {"color": COLORS.get(name.split(",")[0], f"C{index}"), "edgecolor": "white", "linewidth": 0}
+        look["hatch"] = ("//" if "gradients" in name else "") + (".." if "graphed" in name else "")
+        panel.bar(centres, middles, 0.92 * width, yerr=whiskers, ecolor="#00000080", label=name, **look)
+        for centre, (_, ratio) in zip(centres, points, strict=True):
             text = {"ha": "center", "va": "bottom", "fontsize": 7, "rotation": 90 if len(names) > 3 else 0}
-            panel.annotate(f"{middle:.2f}", (centre, middle), (0, 3), textcoords="offset points", **text)
+            panel.annotate(f"{ratio[1]:.2f}", (centre, ratio[2]), (0, 3), textcoords="offset points", **text)
     panel.axhline(1.0, color="#212121", linewidth=1.2, linestyle="--", label="torch.amp")
     panel.set_xticks(range(len(models)), models)
+    panel.set_xlim(-0.5, len(models) - 0.5)
     panel.margins(y=0.2)
     panel.set_ylabel("x torch.amp's speed")
     panel.set_title(f"{dtype}, {f'clip {clip:g}' if clip else 'no clip'}, {'compiled' if compiled else 'eager'} model")

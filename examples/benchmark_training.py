@@ -24,6 +24,7 @@ speed drifts. Peak memory is what an arm allocates while the others hold still, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import math
@@ -166,7 +167,9 @@ def run_cell(cell: Cell, wanted: Sequence[Spec], args: argparse.Namespace) -> tu
     batch = x.to(cell.device), y.to(cell.device)
     clean_up(cell)
     try:
-        return run_arms(cell, wanted, batch, args), True
+        # Dynamo's own limit is less than the arms, which all compile the same forward
+        with torch._dynamo.config.patch(recompile_limit=64) if cell.compiled else contextlib.nullcontext():
+            return run_arms(cell, wanted, batch, args), True
     except torch.OutOfMemoryError:
         if cell.device.type != "cuda":
             raise
@@ -184,9 +187,8 @@ def run_cell(cell: Cell, wanted: Sequence[Spec], args: argparse.Namespace) -> tu
 
 def clean_up(cell: Cell) -> None:
     """Free what the cells and arms before have left; the library's workspaces are made now, so no arm pays for them."""
-    torch.compiler.reset()
-    # each arm compiles the same forward once, and some once more for their last shapes
-    torch._dynamo.config.recompile_limit = 64
+    if cell.compiled:
+        torch.compiler.reset()
     gc.collect()
     if cell.device.type == "cuda":
         torch.cuda.synchronize()
@@ -199,6 +201,7 @@ def run_arms(cell: Cell, wanted: Sequence[Spec], batch: Batch, args: argparse.Na
     """Measure these arms in turn."""
     ready: dict[str, Prepared] = {}
     refused: dict[str, str] = {}
+    twins: dict[str, str] = {}
     for spec in (bar := tqdm(wanted, leave=False)):
         bar.set_description(f"{cell.model}: {spec.name}")
         try:
@@ -214,7 +217,7 @@ def run_arms(cell: Cell, wanted: Sequence[Spec], batch: Batch, args: argparse.Na
             if twin is None:
                 ready[spec.name] = prepared
             else:
-                refused[spec.name] = f"runs as {twin}"
+                refused[spec.name], twins[spec.name] = f"runs as {twin}", twin
             del prepared
     seconds = time_arms(cell, ready, batch, args)
     losses = {name: final_loss(prepared.arm, batch) for name, prepared in ready.items()}
@@ -225,6 +228,9 @@ def run_arms(cell: Cell, wanted: Sequence[Spec], batch: Batch, args: argparse.Na
             entry |= figures(ready[spec.name], seconds[spec.name], losses[spec.name])
         found.append(entry)
     compare(found)
+    for name, twin in twins.items():
+        by_name = {entry["name"]: entry for entry in found}
+        by_name[name]["ratio"] = by_name[twin]["ratio"]
     return found
 
 
