@@ -23,6 +23,7 @@ import mixedopt
 Report = dict[str, Any]
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+BLOCKS = "One arm after the other, for want of memory: ratios are not paired."
 OUTPUTS = ("--json", "--png", "--markdown")
 COLORS = {
     "fp32": "#9e9e9e",
@@ -103,7 +104,7 @@ def save(report: Report, path: Path) -> None:
 def cell_key(report: Report, cell: dict[str, Any]) -> tuple[Any, ...]:
     """Return what makes a cell the same as another."""
     card = report["runs"][cell["run"]]["card"]
-    return card, cell["model"], cell["title"], cell["dtype"], cell["clip"], cell["compiled"]
+    return card, cell["model"], cell["title"], cell["dtype"], cell["clip"], cell["compiled"], cell["graph"]
 
 
 def table_key(report: Report, table: dict[str, Any]) -> tuple[Any, ...]:
@@ -158,7 +159,8 @@ def number(value: float | None, digits: int = 3) -> str:
 def heading(cell: dict[str, Any]) -> str:
     """Return the name of a cell."""
     clip = "no clip" if cell["clip"] is None else f"clip {cell['clip']:g}"
-    return f"{cell['title']}; {cell['dtype']}, {clip}, {'compiled' if cell['compiled'] else 'eager'} model"
+    graphs = ", with CUDA graphs" if cell["graph"] else ""
+    return f"{cell['title']}; {cell['dtype']}, {clip}, {'compiled' if cell['compiled'] else 'eager'} model{graphs}"
 
 
 def cell_table(cell: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -188,7 +190,8 @@ def overview(cells: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]
         found = {arm["name"]: arm["ratio"] for arm in cell["arms"]}
         row = [number(ratio[1]) if (ratio := found.get(name)) else "n/a" for name in names]
         clip = "-" if cell["clip"] is None else f"{cell['clip']:g}"
-        rows.append([cell["model"], cell["dtype"], clip, "compiled" if cell["compiled"] else "eager", *row])
+        name = cell["model"] + (", graphs" if cell["graph"] else "")
+        rows.append([name, cell["dtype"], clip, "compiled" if cell["compiled"] else "eager", *row])
     return ["", "dtype", "clip", "model", *names], rows
 
 
@@ -234,9 +237,10 @@ def markdown(report: Report, picture: str | None = None) -> str:
                 parts.append(f"![torch.amp's time divided by the arm's]({picture})")
         for cell in cells:
             parts += [f"#### {heading(cell)}", markdown_table(*cell_table(cell))]
+            parts.append("" if cell["interleaved"] else BLOCKS)
         for table in (table for table in report["tables"] if report["runs"][table["run"]]["card"] == card):
-            parts += [f"### {table['title']}", markdown_table(table["head"], table["rows"])]
-    return "\n\n".join(parts)
+            parts += [f"### {table['title']}", markdown_table(table["head"], table["rows"]), table["note"]]
+    return "\n\n".join(part for part in parts if part)
 
 
 def write_page(report: Report, path: Path, picture: Path | None) -> None:

@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace, words: Sequence[str]) -> reports.Report:
     wanted = specs(args.tiers, args.gradients, args.references, graph=args.graph)
     print(reports.describe(report["runs"][run]))
     for cell in cells(args):
-        entry = describe(cell, run)
+        entry = describe(cell, run, graph=args.graph)
         if missing := cell.workload.missing():
             print(f"\n{reports.heading(entry)}\nleft out: {missing}")
         elif measured(report, entry, wanted):
@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, words: Sequence[str]) -> reports.Report:
             reports.put(report, "cells", entry, reports.cell_key)
             print(f"\n{reports.heading(entry)}")
             if not entry["interleaved"]:
-                print("one arm after the other, for want of memory: ratios are of medians")
+                print(reports.BLOCKS)
             print(reports.text_table(*reports.cell_table(entry)), flush=True)
             if args.json:
                 reports.save(report, args.json)
@@ -142,12 +142,12 @@ def cells(args: argparse.Namespace) -> Iterable[Cell]:
         yield Cell(known[model], model, DTYPES[dtype], clip, compile_model, args.device)
 
 
-def describe(cell: Cell, run: int) -> dict[str, Any]:
+def describe(cell: Cell, run: int, *, graph: bool) -> dict[str, Any]:
     """Return what the report says of a cell, without its arms."""
     work = cell.workload
     dtype = next(name for name, dtype in DTYPES.items() if dtype is cell.dtype)
     facts = {"run": run, "model": cell.model, "title": work.title, "unit": work.unit, "items": work.items}
-    return {**facts, "dtype": dtype, "clip": cell.clip, "compiled": cell.compiled, "arms": []}
+    return {**facts, "dtype": dtype, "clip": cell.clip, "compiled": cell.compiled, "graph": graph, "arms": []}
 
 
 def measured(report: reports.Report, entry: dict[str, Any], wanted: Sequence[Spec]) -> bool:
