@@ -152,8 +152,8 @@ def fits(setup: Setup, arms: int) -> bool:
 
 def clean_up(device: torch.device) -> None:
     """Free what arms have left."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

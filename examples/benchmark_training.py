@@ -171,10 +171,8 @@ def run_cell(cell: Cell, wanted: Sequence[Spec], args: argparse.Namespace) -> tu
         with torch._dynamo.config.patch(recompile_limit=64) if cell.compiled else contextlib.nullcontext():
             return run_arms(cell, wanted, batch, args), True
     except torch.OutOfMemoryError:
-        if cell.device.type != "cuda":
-            raise
+        found: list[dict[str, Any]] = []
     # a new try outside the handler: the error holds the frames, and they the arms
-    found = []
     for spec in wanted:
         clean_up(cell)
         try:
@@ -246,9 +244,10 @@ def same_tier(arm: Arm, ready: dict[str, Prepared]) -> str | None:
 def prepare(cell: Cell, spec: Spec, batch: Batch) -> Prepared:
     """Build an arm, warm it up, and measure its memory and about how long an iteration takes."""
     gpu = cell.device.type == "cuda"
-    gc.collect()  # what refused arms have left would be freed while this one is measured
-    before = torch.cuda.memory_allocated() if gpu else 0
+    before = 0
     if gpu:
+        gc.collect()  # what refused arms have left would be freed while this one is measured
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with matmul_precision(spec):
