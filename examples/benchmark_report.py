@@ -44,7 +44,7 @@ def facts(script: str, argv: Sequence[str], device: torch.device) -> dict[str, A
     return {
         "command": shlex.join(["python", f"examples/{script}", *argv]),
         "date": datetime.date.today().isoformat(),
-        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -52,6 +52,11 @@ def facts(script: str, argv: Sequence[str], device: torch.device) -> dict[str, A
         "mixedopt": mixedopt.__version__,
         "transformers": installed("transformers"),
     }
+
+
+def cpu_name() -> str:
+    """Return what is known of a CPU."""
+    return f"CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
 
 
 def installed(package: str) -> str | None:

@@ -129,6 +129,9 @@ def measure(args: argparse.Namespace, words: Sequence[str]) -> reports.Report:
             print(reports.text_table(*reports.cell_table(entry)), flush=True)
             if args.json:
                 reports.save(report, args.json)
+            if capture_failed(entry["arms"]):
+                print("\na capture failed, so what would follow in this process may be broken: run again for the rest")
+                break
     return report
 
 
@@ -136,7 +139,7 @@ def cells(args: argparse.Namespace) -> Iterable[Cell]:
     """Yield the cells, a model at a time."""
     known = workloads(tiny=args.tiny)
     dtypes = list(DTYPES) if args.dtype == "both" else [args.dtype]
-    clips = {"none": [None], "1.0": [1.0], "both": [None, 1.0]}[args.clip]
+    clips: list[float | None] = {"none": [None], "1.0": [1.0], "both": [None, 1.0]}[args.clip]
     compiled = {"no": [False], "yes": [True], "both": [False, True]}[args.compile_model]
     for model, compile_model, dtype, clip in itertools.product(args.models, compiled, dtypes, clips):
         yield Cell(known[model], model, DTYPES[dtype], clip, compile_model, args.device)
@@ -161,10 +164,35 @@ def measured(report: reports.Report, entry: dict[str, Any], wanted: Sequence[Spe
 
 
 def run_cell(cell: Cell, wanted: Sequence[Spec], args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """Measure the arms of a cell; return them for the report, and whether they ran in turn."""
+    """Measure the arms of a cell; return them for the report, and whether they ran in turn.
+
+    Graphs come last, beside torch.amp once more: a capture that fails may break what runs after it.
+    """
     torch.manual_seed(1)
     x, y = cell.workload.batch()
     batch = x.to(cell.device), y.to(cell.device)
+    found, in_turn = run_in_turn(cell, [spec for spec in wanted if not spec.graph], batch, args)
+    if graphs := [spec for spec in wanted if spec.graph]:
+        base = [spec for spec in wanted if spec.name == BASE]
+        try:
+            (_, *more), together = run_in_turn(cell, base + graphs, batch, args)
+        except Exception as error:  # what was measured without graphs is kept
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            more, together = [entry_of(cell, spec, reason) for spec in graphs], True
+        found, in_turn = found + more, in_turn and together
+    return found, in_turn
+
+
+def capture_failed(arms: Sequence[dict[str, Any]]) -> bool:
+    """True iff a graph could not be captured whole; CUDA's random numbers and memory may be unusable then."""
+    graphs = [arm for arm in arms if arm["graph"]]
+    return any("Error: " in (arm["reason"] or "") or arm["note"].startswith("step outside") for arm in graphs)
+
+
+def run_in_turn(
+    cell: Cell, wanted: Sequence[Spec], batch: Batch, args: argparse.Namespace
+) -> tuple[list[dict[str, Any]], bool]:
+    """Measure these arms in turn, or one after the other if the memory does not hold them all."""
     clean_up(cell)
     try:
         # Dynamo's own limit is less than the arms, which all compile the same forward
@@ -335,7 +363,7 @@ def figures(prepared: Prepared, seconds: list[float], loss: float | None) -> dic
 
 def compare(found: list[dict[str, Any]]) -> None:
     """Write the ratios to torch.amp into the arms: quartiles and median, paired where the arms ran in turn."""
-    base = next((arm["seconds"] for arm in found if arm["name"] == BASE), [])
+    base: list[float] = next((arm["seconds"] for arm in found if arm["name"] == BASE), [])
     for arm in found:
         if base and arm["seconds"]:
             pairs = zip(base, arm["seconds"], strict=False)
