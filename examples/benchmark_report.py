@@ -288,10 +288,10 @@ def plot(report: Report, path: Path) -> None:
     for panel in panels[len(settings) :]:
         panel.set_visible(False)
     if settings:
-        handles = {}
+        handles: dict[str, Any] = {}
         for panel in panels:
             handles |= dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 6))
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(len(handles), 6))
     figure.suptitle(f"Whole training iterations on {card}: speed relative to torch.amp (1 is as fast, 2 twice)")
     figure.savefig(path, dpi=110)
 

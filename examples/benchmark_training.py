@@ -139,7 +139,7 @@ def cells(args: argparse.Namespace) -> Iterable[Cell]:
     """Yield the cells, a model at a time."""
     known = workloads(tiny=args.tiny)
     dtypes = list(DTYPES) if args.dtype == "both" else [args.dtype]
-    clips: list[float | None] = {"none": [None], "1.0": [1.0], "both": [None, 1.0]}[args.clip]
+    clips = {"none": (None,), "1.0": (1.0,), "both": (None, 1.0)}[args.clip]
     compiled = {"no": [False], "yes": [True], "both": [False, True]}[args.compile_model]
     for model, compile_model, dtype, clip in itertools.product(args.models, compiled, dtypes, clips):
         yield Cell(known[model], model, DTYPES[dtype], clip, compile_model, args.device)
