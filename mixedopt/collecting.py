@@ -12,6 +12,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from mixedopt.window import Window
 
 THERE = 16  # the address of a gradient of no values
 
+# Mapped over many tensors: half the time of a comprehension.
+POINTER: Any = Tensor.data_ptr
+STRIDE: Any = Tensor.stride
 DTYPE = operator.attrgetter("dtype")
 
 
@@ -130,8 +134,8 @@ class Collector:
             return self._stored(held)
         flat = list(itertools.chain.from_iterable(grads))
         try:  # the common case, in few calls: all are there, laid out as their slots are
-            addresses = list(map(Tensor.data_ptr, flat))  # type: ignore[arg-type]
-            if list(map(Tensor.stride, flat)) == self._strides and list(map(DTYPE, flat)) == self._dtype_of:
+            addresses: list[int] = list(map(POINTER, flat))
+            if list(map(STRIDE, flat)) == self._strides and list(map(DTYPE, flat)) == self._dtype_of:
                 return self._with_empty(Waiting(addresses, self._all, self._dtypes, flat))
         except (TypeError, RuntimeError):  # some are absent, or sparse
             if any(grad is not None and grad.layout != torch.strided for grad in flat):

@@ -55,7 +55,7 @@ class DeviceTier(EagerTier):
     # -- counters: on the device -------------------------------------------------------
 
     @property
-    def applied_steps(self) -> int:  # type: ignore[override]
+    def applied_steps(self) -> int:
         """Steps that reached the inner optimizer. Syncs: one read."""
         return self.scaler.read("applied")
 
@@ -64,7 +64,7 @@ class DeviceTier(EagerTier):
         self.scaler.write_("applied", value)
 
     @property
-    def skipped_steps(self) -> int:  # type: ignore[override]
+    def skipped_steps(self) -> int:
         """Steps that met an inf or NaN. Syncs: one read."""
         return self.scaler.read("skipped")
 
@@ -74,7 +74,7 @@ class DeviceTier(EagerTier):
         self._heard_skips = value
 
     @property
-    def skips_in_a_row(self) -> int:  # type: ignore[override]
+    def skips_in_a_row(self) -> int:
         """Skips since the last applied step. Syncs: one read."""
         return self.scaler.read("in_a_row")
 
@@ -129,7 +129,7 @@ class DeviceTier(EagerTier):
 
     def _hear_(self) -> None:
         """Log and raise what the device has told by now. Syncs: none; one before an error."""
-        told = Standing(*self.scaler.told.tolist())
+        told: Any = Standing(*self.scaler.told.tolist())
         fresh, exhausted = int(told.skipped) - self._heard_skips, told.exhausted > self._heard_exhausted
         self._heard_skips += max(fresh, 0)
         self._heard_exhausted = max(told.exhausted, self._heard_exhausted)
@@ -144,15 +144,15 @@ class DeviceTier(EagerTier):
 
     def _look_at_range_(self, now: bool) -> None:
         """Raise if a look for weights beyond the half range has found one; look anew if it is time."""
-        if self._largest is not None and not math.isnan(self._largest):
-            largest, self._largest = float(self._largest), None
+        if self._largest is not None and not math.isnan(largest := float(self._largest)):
+            self._largest = None
             if largest == math.inf:
                 self.masters.check_range()
         if now and self._largest is None and (largest_half := self.masters.largest_half()) is not None:
             self._largest = torch.full((), math.nan, device=HOST, pin_memory=self.home.type == "cuda")
             self._largest.copy_(largest_half, non_blocking=True)
 
-    def _log(self, fresh: int, told: Standing) -> None:
+    def _log(self, fresh: int, told: Any) -> None:
         loud, self._loud = self._loud, told.in_a_row >= WARN_AFTER
         logger.log(
             logging.WARNING if self._loud and not loud else logging.INFO,

@@ -109,7 +109,10 @@ def judge(standing: Standing, rules: Rules, largest: Tensor, norm: Tensor, culpr
     following = update(knobs, state, skip)
     zero = torch.zeros_like(norm)
     moved = Standing(
-        *(value.double() for value in following.tensors()),
+        scale=following.scale.double(),
+        growth_tracker=following.growth_tracker.double(),
+        hysteresis_left=following.hysteresis_left.double(),
+        floor_skips=following.floor_skips.double(),
         applied=standing.applied + torch.where(skip, 0.0, 1.0),
         skipped=standing.skipped + torch.where(skip, 1.0, 0.0),
         in_a_row=torch.where(skip, standing.in_a_row + 1.0, zero),

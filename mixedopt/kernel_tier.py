@@ -139,16 +139,17 @@ class KernelTier(DeviceTier):
 
     def _own_(self) -> Tables:
         """Return the tables, after making sure that the inner state is ours."""
-        inner, numbering = self.inner, self.collector.numbering
-        if self._adopted is None or self._adopted[0] is not inner.state or self._adopted[1:] != self._sizes():
-            if self._tables is None or self._tables.numbering is not numbering:
+        inner, numbering, tables = self.inner, self.collector.numbering, self._tables
+        known = self._adopted is not None and self._adopted[0] is inner.state and self._adopted[1:] == self._sizes()
+        if tables is None or not known:
+            if tables is None or tables.numbering is not numbering or len(tables.hyper) != len(inner.param_groups):
                 self.settle_()
-                self._tables = Tables(self._rule, inner, numbering)
-            for state in self._tables.states:
+                tables = self._tables = Tables(self._rule, inner, numbering)
+            for state in tables.states:
                 state.adopt_(inner)
             self._there, self._pushed = (), []
             self._note_adopted_()
-        return self._tables
+        return tables
 
     def _note_adopted_(self) -> None:
         self._adopted = (self.inner.state, *self._sizes())

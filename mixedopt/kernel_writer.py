@@ -88,7 +88,7 @@ def lines_of(
     apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tuple(examples))  # one tensor would have one name
     with torch.no_grad():
         # Lerp, addcmul and their kind become what they consist of.
-        trace = make_fx(function, decomposition_table=core_aten_decompositions())(*apart)
+        trace = make_fx(function, decomposition_table=dict(core_aten_decompositions()))(*apart)
     trace.graph.eliminate_dead_code()
     writer = Writer(prefix)
     given = iter(names)
@@ -120,7 +120,8 @@ class Writer:
 
     def call_(self, node: Node) -> None:
         """Write one operation."""
-        name = getattr(node.target, "overloadpacket", node.target).__name__.rstrip("_")
+        target: Any = node.target
+        name = getattr(target, "overloadpacket", target).__name__.rstrip("_")
         dtype = node.meta["val"].dtype
         args = node.args
         if name == "add" or name == "sub" or name == "rsub":

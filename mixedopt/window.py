@@ -146,7 +146,7 @@ class Window:
         return any(view is not None for mine in self._views for view in mine)
 
     def plain(self) -> list[list[Tensor | None]] | None:
-        """Return what is in the model's ``.grad``, by bucket; ``None`` unless that, or plain sums of it, is to be applied.
+        """Return what is in the model's ``.grad``, by bucket; ``None`` unless that, or its plain sum, is to be applied.
 
         Raises:
             StepOrderError: S has moved since the backward.
