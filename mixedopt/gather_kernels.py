@@ -90,7 +90,7 @@ def measure_piece(value: tl.tensor, evidence: tl.tensor, programs: tl.tensor) ->
         total = tl.sum(wide * wide, 0)
     else:
         # Any unit near m serves: it is taken out again. The reciprocal of one between these is a normal number.
-        near = 1.0 / tl.minimum(tl.maximum(largest, 1.1754943508222875e-38), 8.507059173023462e37)
+        near = 1.0 / tl.minimum(tl.maximum(largest, 2.0**-126), 2.0**126)
         scaled = wide * near
         total = tl.sum(scaled * scaled, 0)
     unit = largest * near

@@ -88,16 +88,15 @@ def plan_pieces(layout: Layout, piece: int) -> Pieces:
     region = torch.repeat_interleave(cuts)
     first = cuts.cumsum(0) - cuts
     within = (torch.arange(region.numel(), device="cpu") - first[region]) * piece
-    starts = start[region] + within
     extents = (extent[region] - within).clamp(max=piece)
     return Pieces(
         slot[region].int(),
-        starts,
+        start[region] + within,
         within,
         (count[region] - within).clamp(0, piece).int(),
         extents.int(),
         piece,
-        not bool(((starts | extents) % ALIGNMENT).any()),
+        not bool((extents % ALIGNMENT).any()),  # and so are their sums, the starts
     )
 
 
