@@ -456,6 +456,29 @@ def test_state_that_starts_elsewhere_starts_at_the_first_step(
     assert name != "ASGD" or not torch.equal(found[0]["eta"], found[1]["eta"])
 
 
+def test_equal_counts_may_have_parted_scalars(device: torch.device, dtype: torch.dtype) -> None:
+    """Layers that step in turns, at other rates, and then together: each by the eta that its own last step left."""
+    states = []
+    for tier in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 4, device=device), nn.Linear(4, 4, device=device)])
+        inner = torch.optim.ASGD(model.parameters(), lr=1e-2, t0=0)
+        optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, loss_scale=SMALL_SCALE, tier=tier)
+        for step, layers in enumerate(([0], [1], [0, 1])):
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            x = torch.ones(2, 4, device=device, dtype=dtype)
+            optimizer.backward(torch.stack([model[i](x).float().square().mean() for i in layers]).sum())
+            optimizer.step()
+            if step == 1:
+                states.append([float(optimizer.state[layer.weight]["eta"]) for layer in model])
+        states.append(masters_of(optimizer))
+    (eager_etas, eager, etas, compiled) = states
+    assert etas == pytest.approx(eager_etas, rel=4 * ULP)
+    assert etas[0] != etas[1]
+    for key, value in eager.items():
+        assert ulps(compiled[key], value, value.abs().max()) <= PARAM_ULPS, key
+
+
 def test_a_registered_class_steps_by_its_rule(device: torch.device, dtype: torch.dtype) -> None:
     """A wrapper that has the rule keeps it when the registration is removed."""
     kind = type("Mine", (torch.optim.SGD,), {})

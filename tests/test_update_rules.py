@@ -302,6 +302,15 @@ def test_corrections_do_not_cancel(beta1: float, beta2: float, step: int) -> Non
     assert float(numbers[6]) == pytest.approx(float(inverse_root), rel=EXACT)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax])
+def test_without_a_first_beta_the_mean_is_the_gradient(kind: type[torch.optim.Optimizer]) -> None:
+    """To the bit, however large the old mean was; as torch's lerp has it."""
+    param, group_of = torch.zeros(5), kind([nn.Parameter(torch.ones(1))], betas=(0.0, 0.9))
+    rule, grad = RULES[kind][0], torch.linspace(-1e-4, 1e-4, 5)
+    state = {"exp_avg": torch.full((5,), 1e4), rule.state[1]: torch.ones(5)}
+    assert torch.equal(by_rule(rule, group_of.param_groups[0], 3, param, grad, state)[1], grad)
+
+
 def test_a_new_rate_reaches_eta_one_step_late() -> None:
     """ASGD steps with the eta that its last step left; the first one with the rate it finds then."""
     param = nn.Parameter(torch.ones(2))

@@ -45,7 +45,7 @@ class Rule:
             about to be made, 1 the first; ``hyper`` a tuple of fp64 columns of
             what ``hyper`` returned; ``scalars`` fp32. The numbers are fp64 and
             rounded once, to fp32; the new scalars are fp32.
-        update: (parameter, gradient, numbers, *state) -> (new parameter, *new
+        update: a function, (parameter, gradient, numbers, *state) -> (new parameter, *new
             state), for one line: fp32, of one shape; the numbers are a tuple of
             0-d fp32 tensors. The gradient is unscaled, and clipped; for
             ``maximize`` its sign is turned already.
