@@ -144,7 +144,9 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         scaler,
         Window(roster.masters, options.gradients, options.drop_bad_micro_steps, narrow=choice.narrow),
         max_grad_norm=options.max_grad_norm,
-        statistics=None if root is None or not options.restore_buffers else NormStatistics(root, kernels=choice.kernels),
+        statistics=NormStatistics(root, kernels=choice.kernels)
+        if root is not None and options.restore_buffers
+        else None,
         shared=shared is not None,
     )
     loads = None if root is None else Fp32Loads(root, roster.masters)

@@ -122,7 +122,11 @@ class DeviceTier(EagerTier):
 
     def _warn_if_unscaled(self) -> None:
         """As in the eager tier, which knows S. Syncs: one read, before the only warning."""
-        if self.scaler.losses == self._losses_before and not self._warned_unscaled and float(self.scaler.state.scale) != 1:
+        if (
+            self.scaler.losses == self._losses_before
+            and not self._warned_unscaled
+            and float(self.scaler.state.scale) != 1
+        ):
             super()._warn_if_unscaled()
 
     # -- hearing of it -----------------------------------------------------------------

@@ -124,9 +124,8 @@ class Writer:
         name = getattr(target, "overloadpacket", target).__name__.rstrip("_")
         dtype = node.meta["val"].dtype
         args = node.args
-        if name == "add" or name == "sub" or name == "rsub":
-            if node.kwargs.get("alpha", 1) != 1:
-                raise NotImplementedError(f"{name} with alpha")
+        if node.kwargs.get("alpha", 1) != 1:
+            raise NotImplementedError(f"{name} with alpha")
         if name in ARITHMETIC:
             count = 2 if "{1}" in ARITHMETIC[name] else 1
             text = ARITHMETIC[name].format(*(self._as(arg, dtype) for arg in args[:count]))
@@ -143,30 +142,28 @@ class Writer:
         self._assign_(node, text, dtype)
 
     def _special(self, name: str, dtype: torch.dtype, args: Sequence[Any], options: Any) -> str:
+        first = self._as(args[0], torch.bool if name == "where" else dtype)
         if name == "where":
-            return f"tl.where({self._as(args[0], torch.bool)}, {self._as(args[1], dtype)}, {self._as(args[2], dtype)})"
-        if name in ("clamp", "clamp_min", "clamp_max"):
-            low, high = (*args[1:], None, None)[:2] if name == "clamp" else (None, None)
-            low = options.get("min", low) if name == "clamp" else (args[1] if name == "clamp_min" else None)
-            high = options.get("max", high) if name == "clamp" else (args[1] if name == "clamp_max" else None)
-            text = self._as(args[0], dtype)
-            if low is not None:
-                text = ARITHMETIC["maximum"].format(text, self._as(low, dtype))
-            if high is not None:
-                text = ARITHMETIC["minimum"].format(text, self._as(high, dtype))
-            return text
-        # What Triton rounds carelessly in fp32 unless it is told.
-        exact = dtype == torch.float32
-        if name in ("div", "true_divide"):
-            numerator, denominator = self._as(args[0], dtype), self._as(args[1], dtype)
-            return f"tl.div_rn({numerator}, {denominator})" if exact else f"{numerator} / {denominator}"
-        if name == "reciprocal":
-            return f"tl.div_rn({_one(dtype)}, {self._as(args[0], dtype)})" if exact else f"1 / {self._as(args[0], dtype)}"
-        if name == "sqrt":
-            return f"tl.sqrt_rn({self._as(args[0], dtype)})" if exact else f"libdevice.sqrt({self._as(args[0], dtype)})"
+            return f"tl.where({first}, {self._as(args[1], dtype)}, {self._as(args[2], dtype)})"
+        if name.startswith("clamp"):
+            low, high = (*args[1:], None, None)[:2] if name != "clamp_max" else (None, args[1])
+            return self._clamp(first, options.get("min", low), options.get("max", high), dtype)
         if name == "pow":
             return self._power(args[0], args[1], dtype)
+        # What Triton rounds carelessly in fp32 unless it is told.
+        exact = dtype == torch.float32
+        if name == "sqrt":
+            return f"tl.sqrt_rn({first})" if exact else f"libdevice.sqrt({first})"
+        if name in ("div", "true_divide", "reciprocal"):
+            one = f"tl.full((), 1, {TYPES[dtype]})"
+            over, under = (one, first) if name == "reciprocal" else (first, self._as(args[1], dtype))
+            return f"tl.div_rn({over}, {under})" if exact else f"{over} / {under}"
         raise NotImplementedError(f"the operation {name} is not known to the writer of kernels")
+
+    def _clamp(self, text: str, low: Any, high: Any, dtype: torch.dtype) -> str:
+        if low is not None:
+            text = ARITHMETIC["maximum"].format(text, self._as(low, dtype))
+        return text if high is None else ARITHMETIC["minimum"].format(f"({text})", self._as(high, dtype))
 
     def _power(self, base: Any, exponent: Any, dtype: torch.dtype) -> str:
         text = self._as(base, dtype)
@@ -196,10 +193,6 @@ def literal(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
-
-
-def _one(dtype: torch.dtype) -> str:
-    return f"tl.full((), 1, {TYPES[dtype]})"
 
 
 def _value(arg: Any) -> Any:

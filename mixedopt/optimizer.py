@@ -55,14 +55,13 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that
             dtype, to which each is moved as autograd finishes it; fp32 sums of
             micro-steps lose nothing.
-        tier: how ``step()`` runs: ``"eager"``, or ``"compiled"`` in one pass
-            (most of torch.optim); so far ``"auto"`` is ``"eager"``.
+        tier: how ``step()`` runs: ``"eager"``; ``"fused"``, for fused optimizers of torch; ``"compiled"``, in one
+            pass, for those with a ``Rule``. ``"auto"``: eager on a CPU, the fastest that serves on a GPU.
         drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the
             sum and apply the rest, multiplied by what this function of (kept,
             total) micro-steps returns. Needs ``gradients="fp32"``. ``None``
             skips the whole window.
-        restore_buffers: a skip also takes back the running statistics of norm
-            layers inside ``model``.
+        restore_buffers: a skip also takes back the running statistics of norm layers inside ``model``.
 
     Raises:
         ValueError, TypeError: if an argument breaks its rule; nothing has been

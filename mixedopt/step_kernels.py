@@ -56,7 +56,7 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
             f"def plan_kernel({', '.join(arguments)}, pieces, slots, MEASURED: tl.constexpr, LINES: tl.constexpr):",
             *(f"    {name} = tl.load(standing + {index})" for index, name in enumerate(standing)),
             *(f"    {name} = tl.load(rules + {index})" for index, name in enumerate(rules)),
-            *MEASURE,
+            *MEASURE.splitlines(),
             *(f"    {line}" for line in judging),
             "    tl.debug_barrier()",  # everybody has read what is written now
             *(f"    tl.store(standing + {index}, {name})" for index, name in enumerate(following)),
@@ -95,7 +95,8 @@ MEASURE = """\
     bad = tl.min(first_bad, 0)
     culprit = tl.load(slots_of + bad, mask=bad < pieces, other=-1).to(tl.float64)
     norm = libdevice.sqrt(tl.sum(total, 0))
-    norm = tl.where(largest < float("inf"), norm, largest)""".split("\n")
+    norm = tl.where(largest < float("inf"), norm, largest)
+"""
 
 
 def numbers_source(rule: Rule, hypers: int, skip: str, factor: str) -> list[str]:
@@ -179,7 +180,9 @@ def body_source(rule: Rule, count: int, half: bool, split: bool, mask: str) -> l
     wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
     examples = wide[0], wide[1], tuple(torch.zeros(()) for _ in range(count)), *wide[2:]
     state = [f"old_{name}" for name in rule.state]
-    updating, results = lines_of(rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u")
+    updating, results = lines_of(
+        rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u"
+    )
     param, *new_state = results
     lines = [
         "place = start + offset",
@@ -219,7 +222,7 @@ def kernel_of(source: str, names: dict[str, Any], whole: Sequence[str] = ()) -> 
     title = f"<mixedopt kernel {hash(source):x}>"
     linecache.cache[title] = len(source), None, source.splitlines(keepends=True), title
     scope: dict[str, Any] = {"tl": tl, "libdevice": libdevice, **names}
-    exec(compile(source, title, "exec"), scope)  # noqa: S102 (the text is ours)
+    exec(compile(source, title, "exec"), scope)
     function = scope[source[4 : source.index("(")]]
     function.__module__ = __name__
     return triton.jit(function, do_not_specialize=list(whole))
