@@ -1,6 +1,7 @@
 """Mixed precision training for PyTorch: any torch optimizer, a half model."""
 
 from mixedopt.errors import CheckpointError, LossScaleError, StepOrderError
+from mixedopt.graphs import graphed
 from mixedopt.loss_scale import DynamicLossScale, StaticLossScale
 from mixedopt.optimizer import MixedPrecisionOptimizer
 from mixedopt.policy import CastPolicy, Explanation, PolicyHandle, convert, explain
@@ -25,5 +26,6 @@ __all__ = [
     "StepReport",
     "convert",
     "explain",
+    "graphed",
     "register_rule",
 ]

@@ -91,12 +91,17 @@ class DeviceTier(EagerTier):
             LossScaleError, ValueError: as the optimizer says; of an earlier
                 step, since when no step was applied.
         """
-        if self.shared or self.measured or not self._serves():
-            super().step_()
-            return
-        self._begin_()
-        collected = self.collector.collect_()
+        capturing = self.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        collected = None
+        if self._serves():
+            self._begin_()
+            collected = self.collector.collect_()
         if collected is None:
+            if capturing:
+                raise RuntimeError(
+                    f"step() of the {self.name} tier while a graph is captured: there is no gradient, or this step "
+                    "needs the host (sparse gradients, unscale_(), hooks on the inner optimizer, a first step)."
+                )
             super().step_()
             return
         report = torch.empty(4, dtype=torch.float64, device=self.home)
@@ -110,7 +115,8 @@ class DeviceTier(EagerTier):
             self.statistics.restore_if_(self.scaler.signals[1])
         self._warn_if_unscaled()
         self.finish_(StepReport(_reason=INFINITE, _told=report))
-        self._hear_()
+        if not capturing:
+            self._hear_()
 
     def _serves(self) -> bool:
         """True iff this step may go the sync-free way."""
@@ -128,6 +134,25 @@ class DeviceTier(EagerTier):
             and float(self.scaler.state.scale) != 1
         ):
             super()._warn_if_unscaled()
+
+    # -- replays of a step that a graph has captured -----------------------------------
+
+    @torch.no_grad()
+    def before_replay_(self) -> object:
+        """Make what the captured step reads up to date. Syncs: none.
+
+        Returns:
+            A token: with another one than at the capture, the graph is void.
+        """
+        self._begin_()
+        return self.collector.numbering
+
+    @torch.no_grad()
+    def after_replay_(self) -> None:
+        """Note that the weights have moved, and hear what the device has told."""
+        for bucket in self.masters.buckets:
+            bucket.note_published_()
+        self._hear_()
 
     # -- hearing of it -----------------------------------------------------------------
 

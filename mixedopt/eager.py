@@ -138,6 +138,10 @@ class EagerTier:
 
     def step_(self) -> None:
         """Apply the window's gradients or skip. Syncs: one host read."""
+        if self.name == "eager" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() of the eager tier decides on the host, which no graph can capture. Use another tier."
+            )
         decision = self.decision if self.measured else self.measure_()
         if decision is None:
             self.finish_(StepReport(_reason="no gradients"))

@@ -8,7 +8,8 @@ part of the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,13 +46,17 @@ class FusedTier(DeviceTier):
         self._kernels = kernels
         self._stepped: set[int] = set()
         self._state_of: Any = None
+        self._rates: list[Tensor] = []
+        self._form: list[dict[str, Any]] = []
+        self._token = object()
         # What the inner optimizer is given: they stay where they are.
         _, self._found_inf, self._grad_scale, _ = self.scaler.signals
 
     def _serves(self) -> bool:
         if self._state_of is not self.inner.state:
             self._stepped, self._state_of = set(), self.inner.state
-        return is_fused(self.inner) and _numbers(self.window.waiting()) <= self._stepped
+        served = not self.measured and is_fused(self.inner)
+        return served and _numbers(self.window.waiting()) <= self._stepped
 
     def _apply_(self, decision: Decision) -> None:
         stepping = _numbers(self.window.there())
@@ -67,7 +72,7 @@ class FusedTier(DeviceTier):
                 for master, slot, is_there in zip(bucket.masters, bucket.layout.slots, mine, strict=True):
                     master.grad = slot.view(flat) if is_there else None
             inner.grad_scale, inner.found_inf = self._grad_scale, self._found_inf
-            with self.at_work():
+            with self.at_work(), self._capturable():
                 inner.step()
         finally:
             vars(inner).pop("grad_scale", None)
@@ -76,6 +81,35 @@ class FusedTier(DeviceTier):
                 for master in bucket.masters:
                     master.grad = None
             self.masters.publish_([None if all(mine) else list(mine) for mine in there])
+
+    @contextlib.contextmanager
+    def _capturable(self) -> Iterator[None]:
+        """Context in which a step may be captured: torch asks for the flag, and a graph for rates on the device."""
+        if self.home.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        groups = self.inner.param_groups
+        before = [(group.get("capturable"), group["lr"]) for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group.update({"lr": rate} | ({"capturable": True} if "capturable" in group else {}))
+        try:
+            yield
+        finally:
+            for group, (capturable, rate) in zip(groups, before, strict=True):
+                group.update({"lr": rate} | ({"capturable": capturable} if "capturable" in group else {}))
+
+    def before_replay_(self) -> object:
+        """As in ``DeviceTier``; learning rates are brought along, other hyperparameters void the graph."""
+        super().before_replay_()
+        groups = self.inner.param_groups
+        if len(self._rates) != len(groups):
+            self._rates = [torch.zeros((), device=self.home) for _ in groups]
+        for rate, group in zip(self._rates, groups, strict=True):
+            rate.fill_(float(group["lr"]))
+        form = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
+        if form != self._form or self._state_of is not self.inner.state:
+            self._form, self._token = form, object()
+        return self._token
 
     def _judge_(self, collected: Collected, report: Tensor) -> None:
         scaler, slots_of = self.scaler, self.collector.numbering.slots_of

@@ -82,7 +82,8 @@ class KernelTier(DeviceTier):
     # -- the step ----------------------------------------------------------------------
 
     def _serves(self) -> bool:
-        return not has_hooks(self.inner) and all(map(self._rule.serves, self.inner.param_groups))
+        served = not self.measured and all(map(self._rule.serves, self.inner.param_groups))
+        return served and not has_hooks(self.inner)
 
     def _advance_(self, collected: Collected, report: Tensor) -> None:
         from mixedopt.step_kernels import launch_plan
@@ -111,6 +112,13 @@ class KernelTier(DeviceTier):
             numbers = tables.parts[index].to(device, non_blocking=True)
             launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
         bucket.note_published_(self._marks[index])
+
+    def before_replay_(self) -> object:
+        """As in ``DeviceTier``; state that was loaded is taken over, hyperparameters are brought along."""
+        super().before_replay_()
+        tables = self._own_()
+        self.push_()
+        return tables
 
     def push_(self) -> None:
         """Bring the hyperparameters to the device, if they have changed. Syncs: none."""

@@ -164,6 +164,7 @@ ALLOWED: dict[str, set[str]] = {
         "step_kernels",
     },
     "compiled": {"decision", "eager", "flat", "flat_state", "gradients", "groups", "masters", "rules.__init__"},
+    "graphs": {"device_tier", "optimizer"},
     "tiers": {
         "collecting",
         "compiled",
@@ -206,7 +207,16 @@ ALLOWED: dict[str, set[str]] = {
         "scaler",
         "validate",
     },
-    "__init__": {"errors", "loss_scale", "optimizer", "policy.__init__", "report", "rules.__init__", "scaler"},
+    "__init__": {
+        "errors",
+        "graphs",
+        "loss_scale",
+        "optimizer",
+        "policy.__init__",
+        "report",
+        "rules.__init__",
+        "scaler",
+    },
     # Beside the door: the library itself never imports them.
     "testing.runs": {"closures", "copies", "groups", "optimizer", "policy.__init__"},
     "testing.conformance": {"errors", "groups", "testing.runs"},
@@ -242,6 +252,7 @@ PUBLIC = {
     "StepReport",
     "convert",
     "explain",
+    "graphed",
     "register_rule",
 }
 
