@@ -127,7 +127,8 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     dtypes = {param: planned.get(param, param.dtype) for param in names}
     shared = options.loss_scale if isinstance(options.loss_scale, SharedLossScale) else None
     config = _config(options.loss_scale, dtypes)
-    choice = choose(options.tier, inner, set(dtypes.values()), shared=shared is not None)
+    on_host = shared is not None or options.drop_bad_micro_steps is not None
+    choice = choose(options.tier, inner, set(dtypes.values()), on_host=on_host)
     scaler = choice.scaler(config, options.max_grad_norm)
     if plan is not None:
         check_fits(plan)

@@ -74,5 +74,9 @@ class DeviceScaler(LossScaler):
         self.standing[:STATE].copy_(values)
         self.signals[0].fill_(float(values[0]))
 
+    def is_scale(self, constant: Tensor) -> bool:
+        """True iff this tensor is S itself. Syncs: none."""
+        return constant.data_ptr() == self.signals[0].data_ptr()
+
     def _factor(self, loss: Tensor) -> Tensor:
         return self.signals[0].to(loss.device, non_blocking=True)

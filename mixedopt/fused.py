@@ -22,6 +22,8 @@ from mixedopt.device_tier import DeviceTier
 from mixedopt.gradients import FP32_MAX
 from mixedopt.judgement import Judgement, Rules, Standing, judge
 from mixedopt.pieces import combine
+from mixedopt.rollback import Snapshot
+from mixedopt.scaler import HOST
 
 # The optimizers whose kernels take both; each but SGD leaves fresh state fresh when its first step is skipped.
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -35,8 +37,9 @@ def is_fused(inner: torch.optim.Optimizer) -> bool:
 class FusedTier(DeviceTier):
     """Steps of the inner optimizer's own, judged on the device; see the module.
 
-    A parameter's first step goes by the eager tier: a fused SGD leaves its
-    momentum undefined if that one is skipped.
+    Before a parameter's first step the host asks what was decided: a fused SGD
+    leaves its momentum undefined if that one is skipped, and an optimizer that
+    refuses a parameter does so in the middle of it.
     """
 
     name = "fused"
@@ -53,10 +56,7 @@ class FusedTier(DeviceTier):
         _, self._found_inf, self._grad_scale, _ = self.scaler.signals
 
     def _serves(self) -> bool:
-        if self._state_of is not self.inner.state:
-            self._stepped, self._state_of = set(), self.inner.state
-        served = not self.measured and is_fused(self.inner)
-        return served and _numbers(self.window.waiting()) <= self._stepped
+        return not self.measured and is_fused(self.inner)
 
     def _apply_(self, decision: Decision) -> None:
         stepping = _numbers(self.window.there())
@@ -64,7 +64,29 @@ class FusedTier(DeviceTier):
         self._stepped |= stepping
 
     def _advance_(self, collected: Collected, report: Tensor) -> None:
+        if self._state_of is not self.inner.state:
+            self._stepped, self._state_of = set(), self.inner.state
+        stepping = _numbers(collected.there)
+        if stepping <= self._stepped:
+            self._judge_(collected, report)
+            self._step_all_(collected)
+            return
+        before = [tensor.clone() for tensor in self.scaler.tensors()]
         self._judge_(collected, report)
+        if bool(self._found_inf):
+            return
+        try:
+            with Snapshot(self.inner, self.masters.buckets, HOST):
+                self._step_all_(collected)
+        except BaseException:
+            for tensor, value in zip(self.scaler.tensors(), before, strict=True):
+                tensor.copy_(value)
+            self.masters.publish_()
+            raise
+        self._stepped |= stepping
+
+    def _step_all_(self, collected: Collected) -> None:
+        """Let the inner optimizer step, or skip, and show the masters."""
         inner: Any = self.inner
         there = [part for _, part in self.collector.numbering.spread(collected.there)]
         try:

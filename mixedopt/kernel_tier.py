@@ -31,23 +31,23 @@ class Tables:
         steps: fp32, how many steps each slot has made.
         scalars: fp32, the rule's.
         group_of: int32.
-        hyper: fp64, a row for each group: the sign of the gradient, and the
-            rule's hyperparameters.
+        form: what the kernels are written for.
+        hyper: fp64, a row for each group.
         numbers: fp32, a row for each slot.
         states: of each bucket.
     """
 
     def __init__(self, rule: Rule, inner: torch.optim.Optimizer, numbering: Numbering) -> None:
-        from mixedopt.step_kernels import width_of
+        from mixedopt.step_kernels import form_of, row_of
 
         self.numbering = numbering
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
-        self.hypers = len(rule.hyper(groups[0]))
+        self.form = form_of(rule, inner)
         self.steps = torch.zeros(slots, device=home)
         self.scalars = tuple(torch.zeros(slots, device=home) for _ in rule.scalars)
-        self.hyper = torch.zeros((len(groups), 1 + self.hypers), dtype=torch.float64, device=home)
-        self.numbers = torch.zeros((slots, width_of(rule, self.hypers)), device=home)
+        self.hyper = torch.zeros((len(groups), len(row_of(self.form, groups[0]))), dtype=torch.float64, device=home)
+        self.numbers = torch.zeros((slots, self.form.width), device=home)
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         group_of = [0] * slots
         self.states: list[FlatState] = []
@@ -78,6 +78,7 @@ class KernelTier(DeviceTier):
         self._there: Sequence[bool] = ()
         self._marks: list[list[bool] | None] = []
         self._pushed: list[list[float]] = []
+        self._untouched = False  # entries were made, for slots that may not have stepped
 
     # -- the step ----------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class KernelTier(DeviceTier):
         judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
         of_slots = (self.collector.table.at_home, tables.steps, tables.hyper, tables.group_of, tables.numbers)
         with torch.cuda.device(self.home):
-            launch_plan(self._rule, (*judging, *of_slots, *tables.scalars), numbering.slots, tables.hypers)
+            launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
         for index, dtype in enumerate(collected.dtypes):
             self._update_(tables, index, dtype)
 
@@ -107,7 +108,7 @@ class KernelTier(DeviceTier):
         bucket, device = state.bucket, pieces.slot.device
         own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
         aligned = table.aligned and pieces.aligned
-        launch = update_launcher(self._rule, tables.hypers, device.index, grads, bucket.dtype, False, aligned)
+        launch = update_launcher(tables.form, device.index, grads, bucket.dtype, False, aligned)
         with torch.cuda.device(device):
             numbers = tables.parts[index].to(device, non_blocking=True)
             launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
@@ -122,9 +123,12 @@ class KernelTier(DeviceTier):
 
     def push_(self) -> None:
         """Bring the hyperparameters to the device, if they have changed. Syncs: none."""
-        groups = self.inner.param_groups
-        rows = [[-1.0 if group.get("maximize") else 1.0, *self._rule.hyper(group)] for group in groups]
-        if rows != self._pushed and self._tables is not None:
+        from mixedopt.step_kernels import row_of
+
+        if self._tables is None:
+            return
+        rows = [row_of(self._tables.form, group) for group in self.inner.param_groups]
+        if rows != self._pushed:
             fresh = torch.tensor(rows, dtype=torch.float64, pin_memory=True, device="cpu")
             self._tables.hyper.copy_(fresh, non_blocking=True)
             self._pushed = rows
@@ -137,8 +141,8 @@ class KernelTier(DeviceTier):
         for state, part in zip(self._tables.states, parts, strict=True):
             for slot in (number for number, is_there in enumerate(part) if is_there):
                 if not self.inner.state.get(state.bucket.masters[slot]):
-                    state.begin_(self.inner, (slot, slot + 1))
                     state.enter_(self.inner, (slot, slot + 1))
+                    self._untouched = True
         self._marks = [None if all(part) else part for part in parts]
         self._there = there
         self._note_adopted_()
@@ -166,8 +170,9 @@ class KernelTier(DeviceTier):
         return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
 
     def settle_(self) -> None:
-        """Forget the entries that a skipped first step has made. Syncs: one read at most."""
-        if self._tables is not None and not self._rule.counts:
+        """Forget the entries that a skipped first step has made. Syncs: one read, once after entries were made."""
+        if self._tables is not None and self._untouched:
+            self._untouched = False
             for state in self._tables.states:
                 state.forget_untouched_(self.inner)
             self._there = ()

@@ -197,7 +197,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._check_turn(closure)
         if self._handle is not None:
             self._handle.forget_originals()
-        if closure is not None and not evaluates_once(self.inner):
+        if closure is not None and not evaluates_once(self._roster.inner):
             with torch.no_grad():
                 self._parts.adopt_unfrozen_(without_gradient=True)
                 return step_with_(self._tier, closure)
@@ -229,7 +229,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer; its parameters are the masters."""
+        """The wrapped optimizer; its parameters are the masters. Syncs: none in the eager tier."""
+        self._tier.settle_()
         return self._roster.inner
 
     @property
@@ -282,6 +283,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """Model parameter -> the inner optimizer's state of its master."""
+        self._tier.settle_()
         return self._roster.state()
 
     # -- masters ----------------------------------------------------------
@@ -371,7 +373,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StepOrderError: inside a window, whose gradients it would lose.
         """
         self._check_between_steps("state_dict()")
-        self._tier.settle_()
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

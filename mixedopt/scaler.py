@@ -70,6 +70,10 @@ class LossScaler:
         """Return S where ``loss`` can be multiplied by it."""
         return self._state.scale
 
+    def is_scale(self, constant: Tensor) -> bool:
+        """True iff this tensor is S itself. Syncs: none."""
+        return constant.data_ptr() == self._state.scale.data_ptr()
+
     def made(self, loss: object) -> bool:
         """True iff ``loss`` is what ``scale`` returned last."""
         return isinstance(loss, Tensor) and self._last is not None and self._last() is loss

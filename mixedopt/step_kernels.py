@@ -11,8 +11,10 @@ functions of PyTorch; ``kernel_writer`` makes lines of them.
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from mixedopt.flat import plan_layout
+from mixedopt.gather_kernels import measure_
 from mixedopt.judgement import Rules, Standing, judge
 from mixedopt.kernel_writer import TYPES, lines_of
 from mixedopt.launching import Launcher
@@ -38,7 +41,45 @@ PLAN_WARPS = 16
 OWN = 2
 
 
-def plan_source(rule: Rule | None, hypers: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What kernels are written for.
+
+    Attributes:
+        rule: how to step.
+        hypers: how many hyperparameters it has.
+        initial: names of what is not zero before the first step.
+    """
+
+    rule: Rule
+    hypers: int
+    initial: tuple[str, ...]
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the rule makes of its hyperparameters."""
+        line = torch.ones(1, dtype=torch.float64, device="cpu")
+        return len(self.rule.numbers(line, (line,) * self.hypers, (line.float(),) * len(self.rule.scalars))[0])
+
+    @property
+    def width(self) -> int:
+        """Columns of the table of numbers, filled up so that every row is aligned to 16 bytes."""
+        return -(-(OWN + self.numbers + 1 + len(self.initial)) // 4) * 4
+
+
+def form_of(rule: Rule, inner: torch.optim.Optimizer) -> Form:
+    """Return what kernels for this optimizer are written for."""
+    group = inner.param_groups[0]
+    return Form(rule, len(rule.hyper(group)), tuple(rule.initial(group)))
+
+
+def row_of(form: Form, group: Mapping[str, Any]) -> list[float]:
+    """Return a group's row of the table of hyperparameters."""
+    sign, initial = -1.0 if group.get("maximize") else 1.0, form.rule.initial(group)
+    return [sign, *form.rule.hyper(group), *(initial[name] for name in form.initial)]
+
+
+def plan_source(form: Form | None) -> str:
     """Return the first kernel as text; without a rule it decides only."""
     scalar = torch.zeros((), dtype=torch.float64)
     standing = [f"now_{name}" for name in Standing._fields]
@@ -46,10 +87,10 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
     examples = Standing(*[scalar] * len(standing)), Rules(*[scalar] * len(rules)), scalar, scalar, scalar
     judging, results = lines_of(judge, examples, [*standing, *rules, "largest", "norm", "culprit"], "j")
     following, (skip, factor, unscaled) = results[: len(standing)], results[len(standing) :]
-    scalars = () if rule is None else rule.scalars
+    scalars = () if form is None else form.rule.scalars
     signals = ["scale", "found_inf", "divisor", "multiplier"]
     arguments = ["evidence", "slots_of", "standing", "rules", "told", *(f"signal_{name}" for name in signals), "report"]
-    if rule is not None:
+    if form is not None:
         arguments += ["addresses", "steps", "hyper", "group_of", "table", *(f"scalar_{name}" for name in scalars)]
     return "\n".join(
         [
@@ -69,7 +110,7 @@ def plan_source(rule: Rule | None, hypers: int) -> str:
             f"    tl.store(report + 1, {unscaled})",
             "    tl.store(report + 2, now_scale)",
             f"    tl.store(report + 3, ({factor}).to(tl.float64))",
-            *([] if rule is None else numbers_source(rule, hypers, skip, factor)),
+            *([] if form is None else numbers_source(form, skip, factor)),
             "",
         ]
     )
@@ -99,16 +140,16 @@ MEASURE = """\
 """
 
 
-def numbers_source(rule: Rule, hypers: int, skip: str, factor: str) -> list[str]:
+def numbers_source(form: Form, skip: str, factor: str) -> list[str]:
     """Return the lines that work out the numbers of every slot."""
-    count = count_of(rule, hypers)
-    line = torch.zeros(4, dtype=torch.float64)
-    single = torch.zeros(4)
+    rule, hypers = form.rule, form.hypers
+    line, single = torch.zeros(4, dtype=torch.float64), torch.zeros(4)
     names = ["step", *(f"hyper_{i}" for i in range(hypers)), *(f"old_{name}" for name in rule.scalars)]
     examples = line, (line,) * hypers, (single,) * len(rule.scalars)
     numbering, results = lines_of(rule.numbers, examples, names, "n")
-    numbers, scalars = results[:count], results[count:]
-    width = width_of(rule, hypers)
+    numbers, scalars = results[: form.numbers], results[form.numbers :]
+    columns = [*(f"hyper_{i}" for i in range(hypers)), *(f"initial_{name}" for name in form.initial)]
+    written = ["active", f"sign * {factor}", *numbers, "first_step", *(f"initial_{name}" for name in form.initial)]
     return [
         "    for first in range(0, slots, LINES):",
         "        slot = first + tl.arange(0, LINES)",
@@ -117,29 +158,34 @@ def numbers_source(rule: Rule, hypers: int, skip: str, factor: str) -> list[str]
         "        address = tl.load(addresses + slot, mask=inside, other=0)",
         "        before = tl.load(steps + slot, mask=inside, other=0.0)",
         f"        active = (address != 0) & (({skip}) == 0)",
+        "        first_step = before == 0",
         "        step = before.to(tl.float64) + 1.0",
-        f"        sign = tl.load(hyper + group * {hypers + 1}, mask=inside, other=1.0).to(tl.float32)",
-        *(f"        hyper_{i} = tl.load(hyper + group * {hypers + 1} + {i + 1}, mask=inside)" for i in range(hypers)),
+        f"        own = hyper + group * {1 + len(columns)}",
+        "        sign = tl.load(own, mask=inside, other=1.0).to(tl.float32)",
+        *(f"        {name} = tl.load(own + {1 + i}, mask=inside, other=0.0)" for i, name in enumerate(columns)),
         *(f"        old_{name} = tl.load(scalar_{name} + slot, mask=inside, other=0.0)" for name in rule.scalars),
+        *(
+            f"        old_{name} = tl.where(first_step, initial_{name}.to(tl.float32), old_{name})"
+            for name in rule.scalars
+            if name in form.initial
+        ),
         *(f"        {text}" for text in numbering),
-        f"        row = table + slot * {width}",
-        "        tl.store(row, active.to(tl.float32), mask=inside)",
-        f"        tl.store(row + 1, sign * {factor}, mask=inside)",
-        *(f"        tl.store(row + {OWN + i}, {name}.to(tl.float32), mask=inside)" for i, name in enumerate(numbers)),
+        f"        row = table + slot * {form.width}",
+        *(f"        tl.store(row + {i}, ({value}).to(tl.float32), mask=inside)" for i, value in enumerate(written)),
         "        tl.store(steps + slot, before + active.to(tl.float32), mask=inside)",
         *(
-            f"        tl.store(scalar_{name} + slot, tl.where(active, {new}, old_{name}), mask=inside)"
+            f"        tl.store(scalar_{name} + slot, {new}, mask=inside & active)"
             for name, new in zip(rule.scalars, scalars, strict=True)
         ),
     ]
 
 
-def update_source(rule: Rule, hypers: int, grads: torch.dtype, half: bool, split: bool) -> str:
+def update_source(form: Form, grads: torch.dtype, half: bool, split: bool) -> str:
     """Return the second kernel as text.
 
     A mask that may end anywhere forbids wide loads, so whole pieces go without one.
     """
-    count = count_of(rule, hypers)
+    rule, count = form.rule, form.numbers
     kept = ["model", "remainder"] if split else ["master", *(["model"] if half else [])]
     arguments = ["slots_of", "starts", "withins", "counts", "table", "addresses", *kept]
     arguments += [f"state_{name}" for name in rule.state]
@@ -150,10 +196,12 @@ def update_source(rule: Rule, hypers: int, grads: torch.dtype, half: bool, split
             "    piece = tl.program_id(0)",
             "    slot = tl.load(slots_of + piece)",
             "    if slot >= 0:",
-            f"        row = table + slot * {width_of(rule, hypers)}",
+            f"        row = table + slot * {form.width}",
             "        if tl.load(row) != 0:",
             "            factor = tl.load(row + 1)",
             *(f"            n{i} = tl.load(row + {OWN + i})" for i in range(count)),
+            f"            first_step = tl.load(row + {OWN + count})",
+            *(f"            initial_{n} = tl.load(row + {OWN + count + 1 + i})" for i, n in enumerate(form.initial)),
             "            start = tl.load(starts + piece)",
             "            count = tl.load(counts + piece)",
             f"            grads = tl.load(addresses + slot).to(tl.pointer_type({TYPES[grads]}))",
@@ -164,19 +212,20 @@ def update_source(rule: Rule, hypers: int, grads: torch.dtype, half: bool, split
             "            if count == PIECE:",
             "                for first in range(0, PIECE, BLOCK):",
             "                    offset = first + tl.arange(0, BLOCK)",
-            *(f"                    {text}" for text in body_source(rule, count, half, split, "")),
+            *(f"                    {text}" for text in body_source(form, half, split, "")),
             "            else:",
             "                for first in range(0, count, BLOCK):",
             "                    offset = first + tl.arange(0, BLOCK)",
             "                    inside = offset < count",
-            *(f"                    {text}" for text in body_source(rule, count, half, split, ", mask=inside")),
+            *(f"                    {text}" for text in body_source(form, half, split, ", mask=inside")),
             "",
         ]
     )
 
 
-def body_source(rule: Rule, count: int, half: bool, split: bool, mask: str) -> list[str]:
+def body_source(form: Form, half: bool, split: bool, mask: str) -> list[str]:
     """Return the lines that step some values."""
+    rule, count = form.rule, form.numbers
     wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
     examples = wide[0], wide[1], tuple(torch.zeros(()) for _ in range(count)), *wide[2:]
     state = [f"old_{name}" for name in rule.state]
@@ -191,6 +240,11 @@ def body_source(rule: Rule, count: int, half: bool, split: bool, mask: str) -> l
         if split
         else f"param = tl.load(master + place{mask})",
         *(f"old_{name} = tl.load(state_{name} + place{mask})" for name in rule.state),
+        *(
+            f"old_{name} = tl.where(first_step != 0, initial_{name}, old_{name})"
+            for name in rule.state
+            if name in form.initial
+        ),
         *updating,
         *(f"tl.store(state_{name} + place, {new}{mask})" for name, new in zip(rule.state, new_state, strict=True)),
     ]
@@ -202,19 +256,6 @@ def body_source(rule: Rule, count: int, half: bool, split: bool, mask: str) -> l
     if split:
         return [*lines, f"tl.store(remainder + place, remainder_of({param}, rounded){mask})"]
     return [*lines, f"tl.store(master + place, {param}{mask})"]
-
-
-@functools.cache
-def count_of(rule: Rule, hypers: int) -> int:
-    """Return how many numbers a rule makes of its hyperparameters."""
-    line = torch.ones(1, dtype=torch.float64, device="cpu")
-    numbers, _ = rule.numbers(line, (line,) * hypers, (line.float(),) * len(rule.scalars))
-    return len(numbers)
-
-
-def width_of(rule: Rule, hypers: int) -> int:
-    """Return the columns of the table of numbers, filled up so that every row is aligned to 16 bytes."""
-    return -(-(OWN + count_of(rule, hypers)) // 4) * 4
 
 
 def kernel_of(source: str, names: dict[str, Any], whole: Sequence[str] = ()) -> Any:
@@ -229,32 +270,32 @@ def kernel_of(source: str, names: dict[str, Any], whole: Sequence[str] = ()) -> 
 
 
 @functools.cache
-def plan_launcher(rule: Rule | None, hypers: int, device: int) -> Launcher:
+def plan_launcher(form: Form | None, device: int) -> Launcher:
     """Return the launcher of the first kernel: (pointers in the order of its arguments, pieces, slots)."""
-    kernel = kernel_of(plan_source(rule, hypers), {}, ["pieces", "slots"])
+    kernel = kernel_of(plan_source(form), {}, ["pieces", "slots"])
     return Launcher(kernel, device, (MEASURED, LINES), PLAN_WARPS)
 
 
 @functools.cache
 def update_launcher(
-    rule: Rule, hypers: int, device: int, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
+    form: Form, device: int, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
 ) -> Launcher:
     """Return the launcher of the second kernel for gradients and weights of these dtypes."""
-    kernel = kernel_of(update_source(rule, hypers, grads, model != torch.float32, split), {})
+    kernel = kernel_of(update_source(form, grads, model != torch.float32, split), {})
     return Launcher(kernel, device, (PIECE, BLOCK, aligned), WARPS)
 
 
-def launch_plan(rule: Rule | None, tensors: Sequence[Tensor], slots: int, hypers: int = 0) -> None:
+def launch_plan(form: Form | None, tensors: Sequence[Tensor], slots: int) -> None:
     """Decide and work out the numbers; see ``plan_source``. In place; no sync.
 
     Args:
-        rule: whose numbers; ``None`` decides only.
+        form: whose numbers; ``None`` decides only.
         tensors: evidence, slots_of, standing, rules, told, the four signals,
-            report; with a rule also addresses, steps, hyper, group_of, table, and its scalars.
+            report; with a form also addresses, steps, hyper, group_of, table,
+            and the rule's scalars.
         slots: how many numbers of slots there are.
-        hypers: how many hyperparameters the rule has.
     """
-    plan_launcher(rule, hypers, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
+    plan_launcher(form, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
 
 
 def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
@@ -262,34 +303,28 @@ def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
     return pieces.slot, pieces.start, pieces.within, pieces.count
 
 
-def try_kernels(rule: Rule, hypers: int, device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     """Make and run the kernels of a rule, on a parameter that is thrown away.
 
     Raises:
         Exception: whatever Triton, the compiler or the trace of the rule says.
     """
-    from mixedopt.gather_kernels import measure_
-
     pieces = plan_pieces(plan_layout([("", torch.zeros(64, device="cpu"))]), PIECE).to(device)
+    rule, zeros = form.rule, functools.partial(torch.zeros, device=device)
+    steps, *scalars = (zeros(4) for _ in ("step", *rule.scalars))
+    hyper, table = zeros((1, 1 + form.hypers + len(form.initial)), dtype=torch.float64), zeros((4, form.width))
+    standing, rules = (zeros(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
+    signals, report = [zeros(4) for _ in range(4)], zeros(4, dtype=torch.float64)
+    evidence, group_of = pieces.new_evidence(), zeros(4, dtype=torch.int32)
     with torch.cuda.device(device):
-        for dtype in dtypes:
-            grad, master, *state = (torch.zeros(64, device=device) for _ in range(2 + len(rule.state)))
-            grad = grad.to(dtype)
-            addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
-            evidence = pieces.new_evidence()
-            for aligned in (True, False):
-                measure_(addresses, pieces, dtype, evidence, aligned)
-            standing = torch.ones(len(Standing._fields), dtype=torch.float64, device=device)
-            rules = torch.ones(len(Rules._fields), dtype=torch.float64, device=device)
-            signals = [torch.zeros(4, device=device) for _ in range(4)]
-            report = torch.zeros(4, dtype=torch.float64, device=device)
-            steps, *scalars = (torch.zeros(4, device=device) for _ in range(1 + len(rule.scalars)))
-            hyper = torch.zeros((1, 1 + hypers), dtype=torch.float64, device=device)
-            group_of = torch.zeros(4, dtype=torch.int32, device=device)
-            table = torch.zeros((4, width_of(rule, hypers)), device=device)
-            tensors = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
-            launch_plan(rule, (*tensors, addresses, steps, hyper, group_of, table, *scalars), 4, hypers)
-            weights = (master, master.to(dtype)) if dtype != torch.float32 else (master,)
-            for aligned in (True, False):
-                launch = update_launcher(rule, hypers, grad.get_device(), dtype, dtype, False, aligned)
+        for dtype, aligned in itertools.product(dtypes, (True, False)):
+            master, *state = (zeros(64) for _ in ("param", *rule.state))
+            weights = (master,) if dtype == torch.float32 else (master, zeros(64, dtype=dtype))
+            for kind in {dtype, torch.float32}:
+                grad = zeros(64, dtype=kind)
+                addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
+                measure_(addresses, pieces, kind, evidence, aligned)
+                judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
+                launch_plan(form, (*judging, addresses, steps, hyper, group_of, table, *scalars), 4)
+                launch = update_launcher(form, device.index or 0, kind, dtype, False, aligned)
                 launch(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))

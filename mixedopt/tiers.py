@@ -49,14 +49,15 @@ class Choice:
 EAGER = Choice(EagerTier)
 
 
-def choose(tier: str, inner: torch.optim.Optimizer, dtypes: Collection[torch.dtype], *, shared: bool) -> Choice:
+def choose(tier: str, inner: torch.optim.Optimizer, dtypes: Collection[torch.dtype], *, on_host: bool) -> Choice:
     """Return the tier to use: a named one insists, ``"auto"`` takes the fastest that serves.
 
     Args:
         tier: the argument of the optimizer.
         inner: before its parameters are replaced.
         dtypes: what they become.
-        shared: True iff the loss scale is shared, so that the host decides.
+        on_host: True iff the host must decide: the loss scale is shared, or bad
+            micro-steps are dropped.
 
     Raises:
         ValueError: a named tier does not serve.
@@ -65,10 +66,10 @@ def choose(tier: str, inner: torch.optim.Optimizer, dtypes: Collection[torch.dty
     if tier == "eager":
         return EAGER
     if tier == "fused":
-        return _fused(inner, devices, shared=shared)
+        return _fused(inner, devices, on_host=on_host)
     if tier == "compiled":
-        return _compiled(inner, dtypes, devices, shared=shared)
-    if shared or any(device.type != "cuda" for device in devices):
+        return _compiled(inner, dtypes, devices, on_host=on_host)
+    if on_host or any(device.type != "cuda" for device in devices):
         return EAGER
     return _fastest(inner, dtypes, devices)
 
@@ -80,7 +81,7 @@ def _fastest(
     name, reasons = type(inner).__name__, []
     for tier, make in (("compiled", functools.partial(_compiled, dtypes=dtypes)), ("fused", _fused)):
         try:
-            choice = make(inner, devices=devices, shared=False)
+            choice = make(inner, devices=devices, on_host=False)
         except ValueError as error:
             reasons.append(str(error))
         else:
@@ -90,15 +91,15 @@ def _fastest(
     return EAGER
 
 
-def _fused(inner: torch.optim.Optimizer, devices: Collection[torch.device], *, shared: bool) -> Choice:
+def _fused(inner: torch.optim.Optimizer, devices: Collection[torch.device], *, on_host: bool) -> Choice:
     who = "MixedPrecisionOptimizer(tier='fused')"
     if not is_fused(inner):
         raise ValueError(
             f"{who}: {type(inner).__name__} does not skip by itself. Build Adam, AdamW, SGD or Adagrad of torch.optim "
             "with fused=True, or use tier='eager'."
         )
-    if shared:
-        raise ValueError(f"{who}: a SharedLossScale decides on the host. Use tier='eager'.")
+    if on_host:
+        raise ValueError(f"{who}: a SharedLossScale and drop_bad_micro_steps decide on the host. Use tier='eager'.")
     home = _home(inner)
     kernels = home.type == "cuda" and has_triton() and all(device.type == "cuda" for device in devices)
     return Choice(functools.partial(FusedTier, kernels=kernels), home=home, kernels=kernels)
@@ -109,10 +110,10 @@ def _compiled(
     dtypes: Collection[torch.dtype],
     devices: Collection[torch.device],
     *,
-    shared: bool,
+    on_host: bool,
 ) -> Choice:
     on_gpu = all(device.type == "cuda" for device in devices)
-    if shared or not on_gpu:
+    if on_host or not on_gpu:
         return Choice(functools.partial(CompiledTier, check_rule(inner, dtypes)), narrow=True)
     rule = check_kernels(inner, dtypes, devices)
     return Choice(functools.partial(KernelTier, rule), home=_home(inner), kernels=True)
@@ -137,10 +138,10 @@ def check_kernels(
     if not has_triton():
         raise ValueError(f"{who}: Triton is not installed. Install it (pip install triton), or use tier='eager'.")
     try:
-        from mixedopt.step_kernels import try_kernels
+        from mixedopt.step_kernels import form_of, try_kernels
 
         for device in devices:
-            try_kernels(rule, len(rule.hyper(inner.param_groups[0])), device, {*dtypes, torch.float32})
+            try_kernels(form_of(rule, inner), device, {*dtypes, torch.float32})
     except Exception as error:
         raise ValueError(
             f"{who}: its kernels cannot be made here ({type(error).__name__}: {str(error).splitlines()[0]}). "

@@ -160,7 +160,7 @@ def not_scaled(value: Tensor, scaler: LossScaler, *, look: bool) -> None:
     # A Python number is a double or an integer here.
     if constant is None or constant.dim() or constant.requires_grad or constant.dtype != torch.float32:
         return
-    if constant.data_ptr() == scaler.state.scale.data_ptr():
+    if scaler.is_scale(constant):
         raise StepOrderError("the loss was scaled twice: it comes from scale(). Call .backward() on it.")
     if look and (size := float(constant)) >= GRAD_SCALER and math.frexp(size)[0] == 0.5:
         raise StepOrderError(

@@ -151,6 +151,8 @@ ALLOWED: dict[str, set[str]] = {
         "gradients",
         "judgement",
         "pieces",
+        "rollback",
+        "scaler",
         "step_kernels",
     },
     "kernel_tier": {

@@ -1,0 +1,285 @@
+"""The tiers that the device judges: the same decisions as on the host, told later, and nothing changed by a skip."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import assert_same, force_grads, loss_of, masters_of, overflow, snapshot, through_file, train, wrapped
+from strategies import dynamic_scales
+from torch import Tensor, nn
+
+from mixedopt import DynamicLossScale, LossScaleError, MixedPrecisionOptimizer, SharedLossScale, StaticLossScale
+from mixedopt.decision import Evidence, decide
+from mixedopt.gradients import unscale_factor
+from mixedopt.judgement import Rules, Standing, judge, rules_of
+from mixedopt.loss_scale import init_state
+
+CPU = torch.device("cpu")
+MAKES = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, dampening=0.1, fused=True),
+}
+
+
+@pytest.fixture(params=["fused", "compiled"])
+def tier(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """The sync-free tiers; on a CPU the compiled one reads the host, which costs nothing there."""
+    if request.param == "compiled" and device.type == "cpu":
+        pytest.skip("on a CPU the host decides")
+    return request.param
+
+
+def tell(optimizer: MixedPrecisionOptimizer) -> None:
+    """Wait for the device, so that the next step hears of all steps before it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# -- the judgement -------------------------------------------------------------------------------------------------
+
+
+def fp64(*values: float) -> list[Tensor]:
+    return [torch.tensor(float(value), dtype=torch.float64) for value in values]
+
+
+@given(
+    dynamic_scales() | st.builds(StaticLossScale, st.sampled_from([1.0, 3.0, 2.0**16])),
+    st.lists(st.sampled_from([0.0, 1e-30, 1.0, 1e4, 3e38, math.inf, math.nan]), min_size=1, max_size=30),
+    st.none() | st.sampled_from([1e-3, 1.0]),
+)
+def test_the_device_decides_as_the_host_does(config: Any, sizes: list[float], limit: float | None) -> None:
+    """Scale, trackers, skip, and factor, over any sequence of gradients of one value."""
+    state = init_state(config, CPU)
+    standing = Standing(*fp64(float(state.scale), *(int(t) for t in state.tensors()[1:]), 0, 0, 0, 0, -1))
+    rules = Rules(*fp64(*rules_of(config, limit)))
+    applied = 0
+    for size in sizes:
+        inverse = unscale_factor(state.scale)
+        norm = torch.tensor(size, dtype=torch.float64)
+        decision = decide(config, state, inverse, Evidence(norm, torch.tensor(False), None, None))
+        if decision.ambiguous:  # the host then unscales, and looks again
+            one = torch.ones(())
+            evidence = Evidence((norm * inverse).float().double(), torch.tensor(False), None, None)
+            decision = decide(config, state, one, evidence)
+        judgement = judge(standing, rules, norm, norm, torch.tensor(7.0, dtype=torch.float64))
+        standing = judgement.standing
+        state.assign_(decision.following)
+        applied += not decision.skip
+        assert bool(judgement.skip) == decision.skip
+        assert [float(value) for value in state.tensors()] == [float(value) for value in standing[:4]]
+        assert float(standing.applied) == applied
+        assert float(standing.culprit) == (7.0 if float(standing.skipped) else -1.0)
+        if not decision.skip and limit is None:
+            assert torch.equal(judgement.factor, inverse)
+
+
+# -- the tiers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("gradients", ["autograd", "half", "fp32"])
+def test_a_run_goes_as_in_the_eager_tier(
+    name: str, gradients: str, tier: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """The scale, the counters and what was skipped, over overflows, growth, missing gradients and accumulation."""
+    found: list[Any] = []
+    for each in ("eager", tier):
+        scale = DynamicLossScale(2.0**7, growth_interval=3, hysteresis=2)
+        model, optimizer = wrapped(device, dtype, MAKES[name], tier=each, loss_scale=scale, gradients=gradients)
+        told = []
+        for step in range(16):
+            for micro in range(1 + step % 2):
+                # A fused SGD of torch refuses a parameter whose first gradient comes late.
+                loss = loss_of(model, step + micro, use_branch=step % 5 != 3 if name == "momentum" else step % 5 == 3)
+                optimizer.backward(loss * float("inf") if step in (0, 6, 7, 12) else loss)
+            optimizer.step()
+            report = optimizer.last_step
+            told.append((report.applied, report.skipped, report.loss_scale, optimizer.loss_scale))
+        found.append((told, optimizer.applied_steps, optimizer.skipped_steps, optimizer._tier.to_dict()))
+        found[-1] += (masters_of(optimizer),)
+        assert optimizer.tier == each
+    assert found[0][:4] == found[1][:4]
+    if tier == "fused":
+        assert_same(found[0][4], found[1][4])
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_a_skip_changes_nothing(name: str, tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Masters, weights and state, bit for bit; a skipped first step leaves fresh state."""
+    model, optimizer = wrapped(device, dtype, MAKES[name], tier=tier, max_grad_norm=0.1)
+    for _ in range(3):
+        before = snapshot(model, optimizer)
+        overflow(optimizer)
+        after = snapshot(model, optimizer)
+        for part in ("masters", "weights", "inner"):
+            assert_same(before[part], after[part], part)
+        for step in range(2):
+            optimizer.backward(loss_of(model, step, use_branch=True))
+            optimizer.step()
+
+
+def test_running_statistics_come_back(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """A skip takes back what the forward wrote to norm layers; an applied step leaves it."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)).to(device)
+    optimizer = MixedPrecisionOptimizer(MAKES["AdamW"](model.parameters()), model, dtype=dtype, tier=tier)
+    for step in range(6):
+        before = [buffer.clone() for buffer in model.buffers()]
+        loss = model(torch.full((5, 4), step + 1.0, device=device) * torch.arange(5, device=device)[:, None])
+        bad = step in (0, 3, 4)
+        optimizer.backward(loss.square().mean() * (float("inf") if bad else 1e-3))
+        optimizer.step()
+        same = [torch.equal(now, then) for now, then in zip(model.buffers(), before, strict=True)]
+        assert same == [bad] * 3
+
+
+def test_clipping_is_part_of_it(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """The norm that is told is the eager tier's; clipped steps move weights as far."""
+    found = []
+    for each in ("eager", tier):
+        model, optimizer = wrapped(device, dtype, MAKES["momentum"], tier=each, max_grad_norm=0.05)
+        norms = []
+        for step in range(4):
+            optimizer.backward(loss_of(model, step, use_branch=True))
+            optimizer.step()
+            norms.append(optimizer.last_step.grad_norm)
+        found.append((norms, masters_of(optimizer)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
+    for key, value in found[0][1].items():
+        assert torch.allclose(value, found[1][1][key], rtol=1e-3, atol=1e-5), key
+
+
+def test_one_skip_too_many_is_told(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """The error names the first bad parameter, some steps late; weights are as before, and training goes on."""
+    scale = StaticLossScale(8.0, max_consecutive_skips=3)
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier, loss_scale=scale)
+    for step in range(2):
+        optimizer.backward(loss_of(model, step, use_branch=True))
+        optimizer.step()
+    before = masters_of(optimizer)
+
+    def spoil(times: int) -> None:
+        for _ in range(times):
+            tell(optimizer)
+            force_grads(optimizer, 1.0)
+            model.head.bias.grad[0] = float("nan")
+            optimizer.step()
+
+    with pytest.raises(LossScaleError, match=r"3 skips in a row\)\. First bad parameter: 'head.bias'"):
+        spoil(4)
+    assert_same(before, masters_of(optimizer))
+    tell(optimizer)
+    optimizer.backward(loss_of(model, 3, use_branch=True))
+    optimizer.step()
+    assert optimizer.last_step.applied
+
+
+def test_skips_are_logged(
+    tier: str, device: torch.device, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO, once each, with the scale that follows; some steps late."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
+    with caplog.at_level(logging.INFO, logger="mixedopt"):
+        for step in range(2):
+            optimizer.backward(loss_of(model, step, use_branch=True))
+            optimizer.step()
+        overflow(optimizer)
+        tell(optimizer)
+        optimizer.backward(loss_of(model, 2, use_branch=True))
+        optimizer.step()
+    lines = [record.getMessage() for record in caplog.records if "skipped:" in record.getMessage()]
+    assert len(lines) == 1
+    assert "step skipped: inf or NaN in the gradients; loss_scale -> 64 (1 in a row, 1 skipped" in lines[0]
+
+
+def test_an_exact_resume(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Cut after a skip: scale, counters, masters and state go on bit for bit."""
+    make, scale = MAKES["AdamW"], DynamicLossScale(2.0**7, growth_interval=2, hysteresis=2)
+    model, optimizer = wrapped(device, dtype, make, tier=tier, loss_scale=scale, max_grad_norm=0.5)
+    train(model, optimizer, range(3))
+    overflow(optimizer)
+    saved = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh, resumed = wrapped(device, dtype, make, tier=tier, loss_scale=scale, max_grad_norm=0.5)
+    train(fresh, resumed, [9])
+    fresh.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    for each in ((model, optimizer), (fresh, resumed)):
+        train(*each, [3, 4])
+        overflow(each[1])
+        train(*each, [5])
+    assert_same(optimizer.state_dict(), resumed.state_dict())
+
+
+def test_weights_beyond_the_half_range_are_an_error(tier: str, device: torch.device) -> None:
+    """As in the eager tier, at most ``RANGE_CHECK_INTERVAL`` steps and what the host is ahead later."""
+    param = nn.Parameter(torch.full((3,), 6e4, dtype=torch.float16, device=device))
+    inner = torch.optim.SGD([param], lr=1.0, fused=True)
+    optimizer = MixedPrecisionOptimizer(inner, loss_scale=1.0, tier=tier)
+
+    def push(times: int) -> None:
+        for _ in range(times):
+            optimizer.scale(torch.zeros((), device=device))
+            param.grad = torch.full_like(param, -1e3)
+            optimizer.step()
+            tell(optimizer)
+
+    with pytest.raises(ValueError, match=r"beyond the largest value of torch\.float16"):
+        push(300)
+
+
+def test_what_needs_the_host_goes_by_the_eager_tier(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """``unscale_`` and edits, a hook on the inner optimizer, a closure: in between, with one scale and one count."""
+    found = []
+    for each in ("eager", tier):
+        model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=each)
+        called = []
+        for step in range(8):
+            if step == 5:
+                optimizer.step(lambda m=model, o=optimizer: o.backward(loss_of(m, 5, use_branch=True)))
+                continue
+            optimizer.backward(loss_of(model, step, use_branch=True) * (float("inf") if step == 4 else 1.0))
+            if step == 3:
+                optimizer.unscale_()
+                for _, master in optimizer.named_masters():
+                    if master.grad is not None:
+                        master.grad.mul_(0.5)
+            if step == 6:
+                handle = optimizer.inner.register_step_post_hook(lambda *args, called=called: called.append(1))
+            optimizer.step()
+            if step == 6:
+                handle.remove()
+        found.append((optimizer.applied_steps, optimizer.skipped_steps, optimizer.loss_scale, len(called)))
+    assert found[0] == found[1] == (7, 1, 64.0, 1)
+
+
+def test_a_tier_that_does_not_serve_says_so(device: torch.device, dtype: torch.dtype) -> None:
+    """A named one insists, with a remedy, and converts nothing."""
+    for make, options, words in (
+        (lambda p: torch.optim.AdamW(p), {}, "AdamW does not skip by itself.*fused=True, or use tier='eager'"),
+        (MAKES["AdamW"], {"loss_scale": SharedLossScale(2.0)}, "decide on the host. Use tier='eager'"),
+    ):
+        model = nn.Linear(2, 2, device=device)
+        with pytest.raises(ValueError, match=words):
+            MixedPrecisionOptimizer(make(model.parameters()), model, dtype=dtype, tier="fused", **options)
+        assert model.weight.dtype == torch.float32
+
+
+def test_the_report_can_be_held(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Each says of its own step, read in any order, later."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
+    reports = []
+    for step in range(4):
+        optimizer.backward(loss_of(model, step, use_branch=True) * (float("inf") if step == 2 else 1.0))
+        optimizer.step()
+        reports.append(optimizer.last_step)
+    assert [report.skipped for report in reversed(reports)] == [False, True, False, False]
+    assert [report.loss_scale for report in reports] == [128.0, 128.0, 128.0, 64.0]
+    assert [report.reason for report in reports[2:]] == ["inf or NaN in the gradients", None]
+    assert [math.isfinite(report.grad_norm) for report in reports[2:]] == [False, True]
+    optimizer.step()
+    assert optimizer.last_step.reason == "no gradients"
