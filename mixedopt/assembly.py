@@ -137,7 +137,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         validate.warn_if_all_fp32(dtypes.values())
     rule = check_rule(inner, set(dtypes.values())) if options.tier == "compiled" else None
 
-    roster = Roster(inner, root, names, dtypes)
+    roster = Roster(inner, root, names, dtypes, split=options.master == "split")
     make = EagerTier if rule is None else functools.partial(CompiledTier, rule)
     tier = make(
         inner,
@@ -160,9 +160,10 @@ def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Optio
     validate.optimizer(inner)
     validate.dtype(options.dtype)
     validate.max_grad_norm(options.max_grad_norm)
-    validate.choice("master", options.master, ("fp32",))
+    validate.choice("master", options.master, ("fp32", "split"))
     validate.choice("gradients", options.gradients, ("autograd", "half", "fp32"))
     validate.choice("tier", options.tier, ("auto", "eager", "compiled"))
+    validate.together(options.master, options.tier)
     validate.drop_rule(options.drop_bad_micro_steps, options.gradients)
     validate.ranks(options.gradients)
     validate.policy(options.policy, model)

@@ -50,7 +50,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``StaticLossScale``, ``DynamicLossScale`` or ``SharedLossScale``.
         policy: ``CastPolicy.default()`` if ``None``.
         max_grad_norm: clip the unscaled gradients to this global L2 norm.
-        master: the kind of master kept between steps; so far ``"fp32"``.
+        master: what is kept of half weights between steps, ``"fp32"``: the
+            masters; ``"split"``: 16-bit remainders, 2 bytes a value less. Masters
+            are then rounded to the pair after each step, most of them not at all,
+            and NaN to who reads ``inner.param_groups`` between steps; in-place
+            edits of weights keep their remainders. See ``named_masters``.
         gradients: who holds them during backward. ``"autograd"``: ``.grad``,
             until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that
             dtype, to which each is moved as autograd finishes it; fp32 sums of
@@ -288,7 +292,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # -- masters ----------------------------------------------------------
 
     def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over (canonical name, fp32 master) in group order; edit, then ``publish()``."""
+        """Iterate over (canonical name, fp32 master) in group order; edit, then ``publish()``.
+
+        Split masters are joined for that until the next applied step, ``publish()`` or load, then NaN.
+        """
         return self._roster.named_masters()
 
     def master_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
@@ -307,10 +314,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def master_model(self) -> nn.Module:
         """Return the fp32 model over the masters: for evaluation, and for averages.
 
-        Its parameters share storage with the masters and its buffers are the
-        model's, so it follows the training and costs no memory; frozen half
-        parameters are copies: ask anew after unfreezing or adding some. It has no casts, and nothing in it requires a
-        gradient.
+        Its parameters share storage with the masters and its buffers are the model's, so it follows the training and
+        costs no memory; frozen half parameters are copies: ask anew after unfreezing or adding some, and after each
+        step if masters are split (see ``named_masters``). It has no casts, and nothing in it requires a gradient.
 
         Raises:
             ValueError: the optimizer was built without ``model``.
@@ -345,9 +351,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 written. Syncs: one read per parameter.
         """
         self._parts.check_in_force()
-        self._roster.masters.adopt_edits_()
-        self._roster.masters.check_range()
-        self._roster.masters.publish_()
+        with self._roster.masters.opened():
+            self._roster.masters.adopt_edits_()
+            self._roster.masters.check_range()
+            self._roster.masters.publish_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of any supported dtype, with masters, as torch does.
@@ -375,7 +382,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = checkpoint.pack(self.inner, self._roster.places(), {"policy": self._policy(), **self._tier.to_dict()})
+        about = {"policy": self._policy(), **self._tier.to_dict()}
+        packed = checkpoint.pack(self.inner, self._roster.places(values=True), about)
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed

@@ -15,8 +15,11 @@ it: 65537 fp32 values round to such a one.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Not -32768: from an odd fp16 value that is the tie, which rounds to its neighbour.
 LIMIT = 2**15 - 1
@@ -108,6 +111,51 @@ def mend_(remainder: Tensor, half: Tensor) -> None:
     """
     joined = join(half, remainder)
     remainder.copy_(torch.where(joined.to(half.dtype) == half, remainder_of(joined, half), 0))
+
+
+class Curtain:
+    """What masters show while they are split: NaN in their shapes, and nobody writes there unnoticed.
+
+    A freed storage would be worse than NaN: to read it ends the process.
+
+    Args:
+        masters: fp32.
+    """
+
+    def __init__(self, masters: Sequence[nn.Parameter]) -> None:
+        self._masters = masters
+        self._shown: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def open_(self, views: Sequence[Tensor]) -> None:
+        """Let the masters show ``views``."""
+        for master, view in zip(self._masters, views, strict=True):
+            master.data = view
+
+    def draw_(self, size: int) -> Tensor:
+        """Let the masters show NaN, and return NaN in the place of the flat buffer of this size. Syncs: none."""
+        nan = torch.full((), torch.nan, device=self._masters[0].device)
+        if not self._shown:
+            # Torch refuses to write where many values share one place; a single value gets its own.
+            self._shown = [(nan if m.numel() > 1 else nan.clone()).expand(m.shape) for m in self._masters]
+        self.open_(self._shown)
+        self._versions = list(map(operator.attrgetter("_version"), self._masters))
+        return nan.expand(size)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise ``ValueError`` if a master was written behind the curtain: that value is lost.
+
+        Args:
+            names: of the masters.
+        """
+        before, self._versions = self._versions, list(map(operator.attrgetter("_version"), self._masters))
+        for name, shown, was, now in zip(names, self._shown, before, self._versions, strict=True):
+            if was != now:
+                shown.fill_(torch.nan)
+                raise ValueError(
+                    f"the master of {name!r} was written while it was split, when nothing is there. Get it from "
+                    "named_masters(), edit it and call publish()."
+                )
 
 
 def _parts(*flats: Tensor) -> zip[tuple[Tensor, ...]]:

@@ -67,6 +67,15 @@ def choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ValueError(f"{WHO}({name}={value!r}): must be {options} in this version. Leave it out for the default.")
 
 
+def together(master: str, tier: str) -> None:
+    """Raise ``ValueError`` if no tier of that kind steps over such masters."""
+    if (master, tier) == ("split", "compiled"):
+        raise ValueError(
+            f"{WHO}(master='split', tier='compiled'): compiled steps need fp32 masters in this version. "
+            "Use tier='eager' or master='fp32'."
+        )
+
+
 def drop_rule(value: object, gradients: str) -> None:
     """Raise unless ``value`` is ``None``, or a function and gradients are added up in fp32."""
     if value is None:
