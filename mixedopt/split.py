@@ -6,7 +6,7 @@ wants it; the remainder says how far the fp32 value lies from it, away from zero
 fp16: the remainder counts ``2**-16`` of the half value's ulp. Exact for
 ``2**-16 <= |x| <= 65504``; below, the error is at most ``2**-41``, and
 ``2**-40`` within that distance of a tie. A finite value that rounds to inf
-comes back as 65520, the first one that does.
+stays one: it keeps the upper 16 bits of its pattern, and is at least 65536.
 
 bf16: the remainder is the difference of the bit patterns. Exact for every
 value but the tie above an even half value, which moves one fp32 ulp towards
@@ -28,7 +28,7 @@ CHUNK_HOST = 2**17
 CHUNK_DEVICE = 2**24
 
 _INF = 0x7F800000  # its bits: all of the exponent
-_BEYOND = 65520.0  # the first fp32 value that is inf in fp16
+_BEYOND = 0x4780  # the upper half of the bits of 65536, beyond all that fp16 can hold
 
 
 def remainder_of(master: Tensor, half: Tensor) -> Tensor:
@@ -39,19 +39,21 @@ def remainder_of(master: Tensor, half: Tensor) -> Tensor:
         half: fp16 or bf16, that shape: ``master.to(half.dtype)``. Not modified.
 
     Returns:
-        int16, that shape; 0 where ``master`` is inf, and of a NaN any.
+        int16, that shape; of a NaN any.
 
     Syncs: none.
     """
     if half.dtype == torch.bfloat16:
         bits = half.view(torch.int16).to(torch.int32) << 16
         return (master.view(torch.int32) - bits).clamp_(-LIMIT - 1, LIMIT).to(torch.int16)
+    sizes = master.abs()
+    beyond = (sizes.view(torch.int32) >> 16).clamp_(min=_BEYOND).sub_(_BEYOND)  # 0, but of what becomes inf
     # By way of the bits: inductor leaves out a cast to half and back again, and with it the rounding.
     wide = (half.view(torch.int16) & LIMIT).view(torch.float16).float()
     per_unit = (_exponent(wide) ^ _INF).add_(25 << 23).view(torch.float32)  # 255 - e + 25: the reciprocal
     # Exact: the two are less than a factor of two apart, or half is 0; the factor is a power of two.
-    units = master.abs().sub_(wide).mul_(per_unit)
-    return units.nan_to_num_(0.0).round_().clamp_(-LIMIT, LIMIT).to(torch.int16)
+    units = sizes.sub_(wide).mul_(per_unit)
+    return units.nan_to_num_(-LIMIT).round_().clamp_(-LIMIT, LIMIT).to(torch.int32).add_(beyond).to(torch.int16)
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:
@@ -65,8 +67,7 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
         remainder: int16, that shape. Not modified.
 
     Returns:
-        fp32, that shape; inf where ``half`` is and the remainder is 0, NaN
-        where ``half`` is.
+        fp32, that shape; NaN where ``half`` is.
 
     Syncs: none.
     """
@@ -77,9 +78,9 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
         lowest = (bits & LIMIT).clamp_(max=1).mul_(-LIMIT - 1)
         return (bits.to(torch.int32) << 16).add_(torch.maximum(remainder, lowest)).view(torch.float32)
     wide, units = half.float(), remainder.float()
-    limit = units.abs().reciprocal_().add_(_BEYOND)  # inf where there is no remainder
+    beyond = (remainder.to(torch.int32).add_(LIMIT + _BEYOND).clamp_(_BEYOND, _INF >> 16) << 16).view(torch.float32)
     joined = units.mul_(_exponent(wide).sub_(26 << 23).view(torch.float32)).add_(wide.abs())
-    return torch.minimum(joined, limit).copysign_(wide)
+    return torch.minimum(joined, beyond).copysign_(wide)
 
 
 def _exponent(wide: Tensor) -> Tensor:
