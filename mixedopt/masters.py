@@ -34,16 +34,12 @@ Moved = bool | Tensor
 class Bucket:
     """Parameters of one device and one dtype, with their masters.
 
-    Making one re-points the storage of every parameter: parameter *identity*
-    stays, so hooks, ties and groups hold. The peak is 8 bytes a value and one
-    tensor for fp32 parameters that become half, 6 afterwards.
+    Making one re-points the storage of every parameter: parameter *identity* stays, so hooks, ties and groups hold.
+    The peak is 8 bytes a value and one tensor for fp32 parameters that become half, 6 afterwards, 4 if split.
 
-    Invariants between calls: ``params[i]`` equals ``masters[i]`` rounded to
-    ``dtype``; both are views of the flat buffers at slot ``i``.
-
-    Split masters are open or closed. Closed, they are ``join(flat_model,
-    flat_remainder)``, 4 bytes a value; ``flat_master`` and ``masters``, still
-    the same objects, show NaN. Open, ``flat_remainder`` means nothing.
+    Invariants between calls: ``params[i]`` equals ``masters[i]`` rounded to ``dtype``; both are views of the flat
+    buffers at slot ``i``. Split masters are open or closed. Closed, they are ``join(flat_model, flat_remainder)``;
+    ``flat_master`` and ``masters``, still the same objects, show NaN. Open, ``flat_remainder`` means nothing.
 
     Args:
         named: names and parameters, all on one device.
@@ -80,8 +76,7 @@ class Bucket:
         self._note_storage()
         self._master_pointers = list(map(Tensor.data_ptr, self.masters))
         self.flat_remainder: Tensor | None = None
-        self.users = 0
-        self.lent = False
+        self.users, self.lent = 0, False
         self.is_open = True
         self._curtain = Curtain(self.masters)
         self._sum: Tensor | None = None  # of the weights as they were made
@@ -145,9 +140,8 @@ class Bucket:
         """Write the masters, rounded once, into the model. Syncs: none.
 
         Args:
-            moved: which slots have changed, all if ``None``. Their version
-                counters move, so that a backward over a graph recorded before
-                raises as with plain torch; those of the others stay.
+            moved: which slots have changed, all if ``None``. Their version counters move, so that a backward over a
+                graph recorded before raises as with plain torch; those of the others stay.
         """
         if not self.is_half:
             return
@@ -160,10 +154,7 @@ class Bucket:
         self.note_published_(moved)
 
     def note_published_(self, moved: Sequence[Moved] | None = None) -> None:
-        """Move the version counters of what was written into the model; see ``publish_``.
-
-        Who writes ``flat_model`` and ``flat_remainder`` itself calls this afterwards.
-        """
+        """Move the version counters of what was written into the model by others, remainders too; see ``publish_``."""
         params = (
             self.params if moved is None else [p for p, mark in zip(self.params, moved, strict=True) if mark is True]
         )
@@ -182,10 +173,10 @@ class Bucket:
         self.flat_model[start:].copy_(self.flat_master[start:])
 
     def refresh_(self) -> None:
-        """Take weights that were edited in the model into the masters.
+        """Take weights that were edited in the model into the masters. Syncs: none.
 
-        Only values whose half rounding differs from the weight are rewritten,
-        so the low bits of untouched values stay. Syncs: none.
+        Only values whose half rounding differs from the weight are rewritten, so the low bits of untouched values stay.
+        Of closed masters nobody knows which weights were edited: all keep their remainders, see ``mend_``.
         """
         self._check_places()
         if self.is_half:
@@ -233,10 +224,7 @@ class Bucket:
                 self.adopt_(index)
 
     def shows_masters(self) -> bool:
-        """True iff every weight is its master, rounded. Syncs: one read.
-
-        Closed ones always are: true iff nobody wrote weights between making them and the first publish.
-        """
+        """True iff every weight is its master, rounded; closed ones: is as it was made. Syncs: one read."""
         if self.is_open:
             return torch.equal(self.flat_model, self.flat_master.to(self.dtype))
         return self._sum is None or torch.equal(self._sum, _sum_of(self.flat_model))
@@ -244,8 +232,7 @@ class Bucket:
     def _check_places(self) -> None:
         """Raise ``ValueError`` if a parameter no longer lies in the flat buffer.
 
-        ``flatten_parameters()`` of a recurrent layer moves its weights to a new
-        pack; they are brought back, with their values.
+        Weights that ``flatten_parameters()`` of a recurrent layer moves to a new pack are brought back as they are.
         """
         pointers = list(map(Tensor.data_ptr, self.params))
         if pointers == self._pointers:
@@ -264,10 +251,9 @@ class Bucket:
             param.data = view
 
     def reclaim_(self) -> None:
-        """Bring back masters that the inner optimizer has moved to storage of their own.
+        """Bring back masters that the inner optimizer has moved (``p.data = p.data.contiguous()``). Syncs: none.
 
-        Some do (``p.data = p.data.contiguous()``): the flat buffer, and with it
-        the model, would stay behind. Syncs: none.
+        The flat buffer, and with it the model, would stay behind.
         """
         if self.is_open and list(map(Tensor.data_ptr, self.masters)) != self._master_pointers:
             for slot, master, pointer in zip(self.layout.slots, self.masters, self._master_pointers, strict=True):

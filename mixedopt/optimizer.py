@@ -50,23 +50,18 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             ``StaticLossScale``, ``DynamicLossScale`` or ``SharedLossScale``.
         policy: ``CastPolicy.default()`` if ``None``.
         max_grad_norm: clip the unscaled gradients to this global L2 norm.
-        master: what is kept of half weights between steps, ``"fp32"``: the
-            masters; ``"split"``: 16-bit remainders, 2 bytes a value less. Masters
-            are then rounded to the pair after each step, most of them not at all,
-            and NaN to who reads ``inner.param_groups`` between steps; in-place
-            edits of weights keep their remainders. See ``named_masters``.
+        master: kept between steps, ``"fp32"``, or ``"split"``: the weight and a 16-bit remainder, 2 bytes a value
+            less. A step rounds masters to such pairs, which is exact for most; in-place edits of weights keep
+            remainders; ``inner.param_groups`` shows NaN between steps. See ``named_masters``.
         gradients: who holds them during backward. ``"autograd"``: ``.grad``,
-            until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that
-            dtype, to which each is moved as autograd finishes it; fp32 sums of
-            micro-steps lose nothing.
+            until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that dtype, to which each is moved as
+            autograd finishes it; fp32 sums of micro-steps lose nothing.
         tier: how ``step()`` runs: ``"eager"``, or ``"compiled"`` in one pass
             (most of torch.optim); so far ``"auto"`` is ``"eager"``.
-        drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the
-            sum and apply the rest, multiplied by what this function of (kept,
-            total) micro-steps returns. Needs ``gradients="fp32"``. ``None``
-            skips the whole window.
-        restore_buffers: a skip also takes back the running statistics of norm
-            layers inside ``model``.
+        drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the sum and apply the rest, multiplied by
+            what this function of (kept, total) micro-steps returns. Needs ``gradients="fp32"``. ``None`` skips the
+            whole window.
+        restore_buffers: a skip also takes back the running statistics of norm layers inside ``model``.
 
     Raises:
         ValueError, TypeError: if an argument breaks its rule; nothing has been
@@ -174,12 +169,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         happened stands in ``last_step``. Without any gradient nothing moves.
 
         Args:
-            closure: drops the gradients, computes the loss, calls ``backward``
-                of this optimizer and returns the loss, unscaled. It is evaluated
-                with gradients enabled: once, before anything else, or as often
-                as an inner optimizer such as LBFGS asks for it, each time at
-                published weights. An inf or NaN in any evaluation skips; a line
-                search is told that the point is bad.
+            closure: drops the gradients, computes the loss, calls ``backward`` of this optimizer and returns the loss,
+                unscaled. It is evaluated with gradients enabled: once, before anything else, or as often as an inner
+                optimizer such as LBFGS asks for it, each time at published weights. An inf or NaN in any evaluation
+                skips; a line search is told that the point is bad.
 
         Returns:
             What the closure returned, else ``None``; with an inner optimizer
@@ -188,9 +181,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             LossScaleError: after too many skips in a row with S at its floor;
                 weights and state are as before.
-            ValueError: a parameter was moved, and nothing has been changed; or
-                a weight has left the half range, at most
-                ``RANGE_CHECK_INTERVAL`` applied steps ago.
+            ValueError: a parameter was moved, and nothing has been changed; or a weight has left the half range, at
+                most ``RANGE_CHECK_INTERVAL`` applied steps ago.
             StepOrderError: a backward followed ``unscale_``; the loss scale is
                 shared; or a closure added to the gradients of its last call.
             TypeError: the inner optimizer needs a closure.
@@ -336,9 +328,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Take weights edited in the model into the masters.
 
-        Only values whose half rounding differs from the weight are rewritten;
-        moments and counters stay. In-place edits are noticed by ``step()``
-        itself; edits through ``param.data`` need this call. Syncs: none.
+        Only values whose half rounding differs from the weight are rewritten (of split masters none: the remainder
+        stays); moments and counters stay. In-place edits are noticed by ``step()`` itself; edits through
+        ``param.data`` need this call. Syncs: none.
         """
         self._parts.check_in_force()
         self._roster.masters.refresh_()
@@ -372,8 +364,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to continue bit for bit.
 
-        Torch-shaped (see ``mixedopt.checkpoint``); as in torch, its tensors are
-        those in use, so save or deepcopy it before the next step.
+        Torch-shaped (see ``mixedopt.checkpoint``); as in torch, its tensors are those in use (split masters: copies),
+        so save or deepcopy it before the next step.
 
         Raises:
             StepOrderError: inside a window, whose gradients it would lose.

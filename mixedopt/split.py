@@ -47,13 +47,14 @@ def remainder_of(master: Tensor, half: Tensor) -> Tensor:
         bits = half.view(torch.int16).to(torch.int32) << 16
         return (master.view(torch.int32) - bits).clamp_(-LIMIT - 1, LIMIT).to(torch.int16)
     sizes = master.abs()
-    beyond = (sizes.view(torch.int32) >> 16).clamp_(min=_BEYOND).sub_(_BEYOND)  # 0, but of what becomes inf
+    upper = (sizes.view(torch.int32) >> 16).to(torch.int16)
+    beyond = upper.clamp_(min=_BEYOND).sub_(_BEYOND)  # 0, but of what becomes inf
     # By way of the bits: inductor leaves out a cast to half and back again, and with it the rounding.
     wide = (half.view(torch.int16) & LIMIT).view(torch.float16).float()
     per_unit = (_exponent(wide) ^ _INF).add_(25 << 23).view(torch.float32)  # 255 - e + 25: the reciprocal
     # Exact: the two are less than a factor of two apart, or half is 0; the factor is a power of two.
     units = sizes.sub_(wide).mul_(per_unit)
-    return units.nan_to_num_(-LIMIT).round_().clamp_(-LIMIT, LIMIT).to(torch.int32).add_(beyond).to(torch.int16)
+    return units.nan_to_num_(-LIMIT).round_().clamp_(-LIMIT, LIMIT).to(torch.int16).add_(beyond)
 
 
 def join(half: Tensor, remainder: Tensor) -> Tensor:
@@ -78,7 +79,8 @@ def join(half: Tensor, remainder: Tensor) -> Tensor:
         lowest = (bits & LIMIT).clamp_(max=1).mul_(-LIMIT - 1)
         return (bits.to(torch.int32) << 16).add_(torch.maximum(remainder, lowest)).view(torch.float32)
     wide, units = half.float(), remainder.float()
-    beyond = (remainder.to(torch.int32).add_(LIMIT + _BEYOND).clamp_(_BEYOND, _INF >> 16) << 16).view(torch.float32)
+    beyond = remainder.clamp(-LIMIT, (_INF >> 16) - _BEYOND - LIMIT).add_(LIMIT).add_(_BEYOND)
+    beyond = (beyond.to(torch.int32) << 16).view(torch.float32)
     joined = units.mul_(_exponent(wide).sub_(26 << 23).view(torch.float32)).add_(wide.abs())
     return torch.minimum(joined, beyond).copysign_(wide)
 
