@@ -109,7 +109,7 @@ class Bucket:
             return
         if not self.is_open:
             self.adopt_edits_()
-            self._curtain.check(self.names)
+            self._curtain.check()
             self.flat_master = torch.empty_like(self.flat_model, dtype=torch.float32)
             join_into_(self.flat_master, self.flat_model, self.flat_remainder)
             self._curtain.open_(self.layout.views(self.flat_master))

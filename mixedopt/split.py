@@ -145,20 +145,16 @@ class Curtain:
         self._versions = list(map(operator.attrgetter("_version"), self._masters))
         return nan.expand(size)
 
-    def check(self, names: Sequence[str]) -> None:
-        """Raise ``ValueError`` if a master was written behind the curtain: that value is lost.
-
-        Args:
-            names: of the masters.
-        """
+    def check(self) -> None:
+        """Raise ``ValueError`` if masters were written behind the curtain: those values are lost."""
         before, self._versions = self._versions, list(map(operator.attrgetter("_version"), self._masters))
-        for name, shown, was, now in zip(names, self._shown, before, self._versions, strict=True):
-            if was != now:
+        if before != self._versions:
+            for shown in self._shown:
                 shown.fill_(torch.nan)
-                raise ValueError(
-                    f"the master of {name!r} was written while it was split, when nothing is there. Get it from "
-                    "named_masters(), edit it and call publish()."
-                )
+            raise ValueError(
+                "masters of the inner optimizer were written while they were split, when nothing is there. Get them "
+                "from named_masters(), edit them and call publish()."
+            )
 
 
 def _parts(*flats: Tensor) -> zip[tuple[Tensor, ...]]:

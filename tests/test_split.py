@@ -184,9 +184,9 @@ def test_behind_the_curtain_nothing_is_read_or_written_in_silence() -> None:
     with torch.no_grad():
         with pytest.raises(RuntimeError, match="single memory location"):
             masters[0].add_(1)
-        curtain.check(["a", "b", "c", "d"])
+        curtain.check()
         masters[2].fill_(1.0)
-    with pytest.raises(ValueError, match=r"the master of 'c' was written while it was split.*named_masters\(\)"):
-        curtain.check(["a", "b", "c", "d"])
+    with pytest.raises(ValueError, match=r"masters .* were written while they were split.*named_masters\(\)"):
+        curtain.check()
     assert all(m.isnan().all() for m in masters)
-    curtain.check(["a", "b", "c", "d"])
+    curtain.check()

@@ -248,13 +248,13 @@ def test_the_inner_optimizers_parameters_are_nan_between_steps(device: torch.dev
     other = MixedPrecisionOptimizer(momentum([single]), master="split", loss_scale=1.0)
     with torch.no_grad():
         other.inner.param_groups[0]["params"][0].fill_(2.0)
-    with pytest.raises(ValueError, match=r"the master of .* was written while it was split"):
+    with pytest.raises(ValueError, match="were written while they were split"):
         dict(other.named_masters())
     assert dict(other.named_masters())
     assert single.item() == 1.0
     with torch.no_grad():
         master.zero_()  # this one torch allows
-    with pytest.raises(ValueError, match=r"the master of 'hidden.weight' was written while it was split"):
+    with pytest.raises(ValueError, match="were written while they were split"):
         train(model, optimizer, [1])
     assert master.isnan().all()
     optimizer.zero_grad()
