@@ -137,7 +137,7 @@ class Curtain:
 
     def draw_(self, size: int) -> Tensor:
         """Let the masters show NaN, and return NaN in the place of the flat buffer of this size. Syncs: none."""
-        nan = torch.full((), torch.nan, device=self._masters[0].device)
+        nan = torch.full((), torch.nan, dtype=torch.float32, device=self._masters[0].device)
         if not self._shown:
             # Torch refuses to write where many values share one place; a single value gets its own.
             self._shown = [(nan if m.numel() > 1 else nan.clone()).expand(m.shape) for m in self._masters]

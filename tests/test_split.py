@@ -173,6 +173,18 @@ def test_mending_keeps_what_fits(dtype: torch.dtype) -> None:
     assert (joined[::2].abs() <= 2.0**-25).all()
 
 
+def test_the_curtain_is_fp32_whatever_the_default() -> None:
+    """A half default dtype does not reach the masters, which take fp32 gradients while they are split."""
+    master, default = torch.nn.Parameter(torch.ones(3)), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert Curtain([master]).draw_(64).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(default)
+    assert master.dtype == torch.float32
+    master.grad = torch.ones(3, dtype=torch.float32)
+
+
 def test_behind_the_curtain_nothing_is_read_or_written_in_silence() -> None:
     """Closed masters show NaN; torch refuses writes to several values, and a write to a single one is noticed."""
     masters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (), (1,), (0,))]
