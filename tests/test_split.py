@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 
 import pytest
@@ -155,6 +156,26 @@ def test_part_by_part_is_all_at_once(dtype: torch.dtype, monkeypatch: pytest.Mon
     assert torch.equal(remainder, remainder_of(master, half))
     assert torch.equal(joined, join(half, remainder))
     assert torch.equal(master, torch.randn(100, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_fused_into_one_kernel_it_is_the_same(dtype: torch.dtype) -> None:
+    """A compiled step that joins, moves, rounds and splits: no rounding is left out between two casts."""
+
+    def step_(half: Tensor, remainder: Tensor, grad: Tensor) -> None:
+        master = join(half, remainder) - 0.01 * grad
+        half.copy_(master)
+        remainder.copy_(remainder_of(master, half))
+
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(5))
+    master = torch.randn(1000, generator=torch.Generator().manual_seed(6))
+    half = master.to(dtype)
+    pairs = [[half.clone(), remainder_of(master, half)] for _ in range(2)]
+    step_(*pairs[0], grad)
+    torch.compile(step_, fullgraph=True, dynamic=True)(*pairs[1], grad)
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    assert torch.equal(pairs[0][1], pairs[1][1])
+    assert not torch.equal(pairs[0][0], half)
 
 
 def test_mending_keeps_what_fits(dtype: torch.dtype) -> None:

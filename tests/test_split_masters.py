@@ -435,6 +435,29 @@ def test_what_others_write_is_taken_over(device: torch.device, dtype: torch.dtyp
     assert not bucket.is_open
 
 
+def test_opening_mends_what_others_wrote(device: torch.device, dtype: torch.dtype) -> None:
+    """A tie belongs to an even weight; at an odd one written over it, nothing that rounds elsewhere is read."""
+    above = 1 + torch.finfo(dtype).eps
+    # Halfway between 1 and the next half value, and the fp32 value below: the former rounds down, to 1.
+    tie = torch.tensor([1 + 1.5 * torch.finfo(dtype).eps, (1 + above) / 2], device=device)
+    for read in ("value", "open"):
+        param = nn.Parameter(tie.clone())
+        masters = MasterWeights(split=True)
+        masters.extend([("a", param)], [dtype])
+        (bucket,) = masters.buckets
+        with torch.no_grad():
+            param.fill_(above)
+        if read == "value":
+            seen = masters.value(param)
+        else:
+            masters.lend_()
+            with masters.opened():
+                pass
+            assert bucket.is_open
+            seen = bucket.masters[0].detach()
+        assert torch.equal(seen.to(dtype), param)
+
+
 def test_the_compiled_tier_is_refused(device: torch.device) -> None:
     """One clear error, before anything is changed."""
     model = two_group_model(device)
