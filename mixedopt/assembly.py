@@ -20,7 +20,7 @@ from mixedopt.policy import CastPlan, CastPolicy, PolicyHandle, check_fits, hand
 from mixedopt.rollback import NormStatistics
 from mixedopt.roster import Roster
 from mixedopt.scaler import LossScaler, SharedLossScale
-from mixedopt.tiers import choose
+from mixedopt.tiers import Request, choose
 from mixedopt.window import DropRule, Window
 
 
@@ -128,7 +128,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     shared = options.loss_scale if isinstance(options.loss_scale, SharedLossScale) else None
     config = _config(options.loss_scale, dtypes)
     on_host = shared is not None or options.drop_bad_micro_steps is not None
-    choice = choose(options.tier, inner, set(dtypes.values()), on_host=on_host)
+    choice = choose(options.tier, Request(inner, frozenset(dtypes.values()), options.master == "split", on_host))
     scaler = choice.scaler(config, options.max_grad_norm)
     if plan is not None:
         check_fits(plan)
@@ -138,7 +138,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     else:
         validate.warn_if_all_fp32(dtypes.values())
 
-    roster = Roster(inner, root, names, dtypes)
+    roster = Roster(inner, root, names, dtypes, split=options.master == "split")
     tier = choice.make(
         inner,
         roster.masters,
@@ -162,7 +162,7 @@ def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Optio
     validate.optimizer(inner)
     validate.dtype(options.dtype)
     validate.max_grad_norm(options.max_grad_norm)
-    validate.choice("master", options.master, ("fp32",))
+    validate.choice("master", options.master, ("fp32", "split"))
     validate.choice("gradients", options.gradients, ("autograd", "half", "fp32"))
     validate.choice("tier", options.tier, ("auto", "eager", "fused", "compiled"))
     validate.drop_rule(options.drop_bad_micro_steps, options.gradients)

@@ -164,6 +164,11 @@ def step_with_(tier: EagerTier, closure: Closure) -> Any:
 
     Syncs: one host read for each evaluation.
     """
+    with tier.masters.opened():  # from before the first evaluation until the last publish
+        return _step_with_(tier, closure)
+
+
+def _step_with_(tier: EagerTier, closure: Closure) -> Any:
     before = tier.measure_()
     evaluations = Evaluations(tier, closure)
     decision: Decision | None

@@ -127,14 +127,15 @@ class CompiledTier(EagerTier):
             factor = clip_factor(decision.norm, decision.inverse, self.max_grad_norm)
         scale = float(factor)
         moved = self.window.moved(by_rows=False)
-        try:
-            for state, flat, runs in zip(self._states, self.window.flats(), self._runs_of(moved), strict=True):
-                self._step_bucket_(state, flat, runs, scale)
-        except BaseException:
-            self.drop_gradients_()
-            raise
-        for bucket, marks in zip(self.masters.buckets, moved, strict=True):
-            bucket.note_published_(marks)
+        with self.masters.opened():
+            try:
+                for state, flat, runs in zip(self._states, self.window.flats(), self._runs_of(moved), strict=True):
+                    self._step_bucket_(state, flat, runs, scale)
+            except BaseException:
+                self.drop_gradients_()
+                raise
+            for bucket, marks in zip(self.masters.buckets, moved, strict=True):
+                bucket.note_published_(marks)
         self._adopted = self.inner.state, self._sizes()
         self.count_applied_()
 
@@ -220,6 +221,19 @@ def runs_of(
     return runs
 
 
+def covering_rule(inner: torch.optim.Optimizer) -> Rule:
+    """Return the rule for ``inner``; ``ValueError`` if there is none."""
+    rule = rule_for(inner)
+    if rule is None:
+        raise ValueError(
+            f"MixedPrecisionOptimizer(tier='compiled'): no rule covers this {type(inner).__name__}. There are rules "
+            "for Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, SGD, ASGD and Rprop, without "
+            "capturable, differentiable, eps=0 and tensors as hyperparameters, and for what register_rule was told. "
+            "Use tier='eager'."
+        )
+    return rule
+
+
 def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> Rule:
     """Return the rule for ``inner``, after compiling it, which takes seconds the first time.
 
@@ -230,14 +244,7 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     Raises:
         ValueError: there is no rule, or torch.compile does not work here.
     """
-    rule = rule_for(inner)
-    if rule is None:
-        raise ValueError(
-            f"MixedPrecisionOptimizer(tier='compiled'): no rule covers this {type(inner).__name__}. There are rules "
-            "for Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, SGD, ASGD and Rprop, without "
-            "capturable, differentiable, eps=0 and tensors as hyperparameters, and for what register_rule was told. "
-            "Use tier='eager'."
-        )
+    rule = covering_rule(inner)
     devices = {param.device for group in inner.param_groups for param in group["params"]}
     one = torch.ones(1, dtype=torch.float64, device="cpu")
     hyper = tuple(one * value for value in rule.hyper(inner.param_groups[0]))

@@ -302,13 +302,14 @@ class EagerTier:
 
     def _apply_(self, decision: Decision) -> None:
         self.prepare_(decision)
-        try:
-            self._step_inner_()
-        except BaseException:
-            self.drop_gradients_()
-            self.masters.publish_()
-            raise
-        self.publish_(self.window.moved(by_rows=self.window.sparse and _moves_rows_alone(self.inner)))
+        with self.masters.opened():
+            try:
+                self._step_inner_()
+            except BaseException:
+                self.drop_gradients_()
+                self.masters.publish_()
+                raise
+            self.publish_(self.window.moved(by_rows=self.window.sparse and _moves_rows_alone(self.inner)))
 
     def _step_inner_(self) -> None:
         kinds = self.unproven()
@@ -329,13 +330,14 @@ class EagerTier:
             device: where the copy of the masters is kept; ``None`` leaves it on theirs.
         """
         before = self.applied_steps, self.skipped_steps, self.skips_in_a_row, self.last_step
-        try:
-            with Snapshot(self.inner, self.masters.buckets, device):
-                yield
-        except BaseException:
-            self.applied_steps, self.skipped_steps, self.skips_in_a_row, self.last_step = before
-            self.masters.publish_()
-            raise
+        with self.masters.opened():
+            try:
+                with Snapshot(self.inner, self.masters.buckets, device):
+                    yield
+            except BaseException:
+                self.applied_steps, self.skipped_steps, self.skips_in_a_row, self.last_step = before
+                self.masters.publish_()
+                raise
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

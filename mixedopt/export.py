@@ -30,8 +30,8 @@ def trained_model(model: nn.Module, names: Mapping[nn.Parameter, str]) -> nn.Mod
 def master_state_dict(masters: MasterWeights, model: nn.Module | None) -> dict[str, Any]:
     """Return the fp32 state dict of ``model``, of the masters if ``None``; all copies."""
     if model is None:
-        pairs = ((n, m) for b in masters.buckets for n, m in zip(b.names, b.masters, strict=True))
-        return {name: master.detach().clone() for name, master in pairs}
+        pairs = ((n, p) for b in masters.buckets for n, p in zip(b.names, b.params, strict=True))
+        return {name: masters.value(param).clone() for name, param in pairs}
     copies: dict[int, Tensor] = {}  # tied names share their copy, as in torch
     added = wrappers(model)
     exported = model.state_dict(keep_vars=True)
@@ -47,8 +47,9 @@ def master_model(masters: MasterWeights, model: nn.Module) -> nn.Module:
 
     Parameters share storage with the masters and buffers are the model's own,
     so the module follows the training. Frozen half parameters are widened
-    copies. Nothing in it requires a gradient.
+    copies. Nothing in it requires a gradient. Split masters are lent.
     """
+    masters.lend_()
     memo: dict[int, Any] = {}
     for param in model.parameters():
         source = masters.of.get(param, param).detach()
@@ -64,5 +65,5 @@ def _widened(masters: MasterWeights, tensor: Tensor) -> Tensor:
     """Return a copy: of the master, else of the tensor, half widened if a parameter."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
-    source = masters.of.get(tensor, tensor).detach()
+    source = masters.value(tensor) if tensor in masters.of else tensor.detach()
     return source.to(torch.float32 if source.dtype in HALF_DTYPES else source.dtype, copy=True)

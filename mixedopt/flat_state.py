@@ -34,7 +34,7 @@ class FlatState:
         self.bucket = bucket
         self.steps = steps
         self.scalars = tuple(scalars)
-        self.flats = [torch.zeros_like(bucket.flat_master) for _ in rule.state]
+        self.flats = [torch.zeros(bucket.layout.size, dtype=torch.float32, device=bucket.device) for _ in rule.state]
         self._rule = rule
         self._entries: list[dict[str, Any]] = []
         for index, slot in enumerate(bucket.layout.slots):

@@ -89,20 +89,21 @@ class FusedTier(DeviceTier):
         """Let the inner optimizer step, or skip, and show the masters."""
         inner: Any = self.inner
         there = [part for _, part in self.collector.numbering.spread(collected.there)]
-        try:
-            for bucket, flat, mine in zip(self.masters.buckets, collected.wide, there, strict=True):
-                for master, slot, is_there in zip(bucket.masters, bucket.layout.slots, mine, strict=True):
-                    master.grad = slot.view(flat) if is_there else None
-            inner.grad_scale, inner.found_inf = self._grad_scale, self._found_inf
-            with self.at_work(), self._capturable():
-                inner.step()
-        finally:
-            vars(inner).pop("grad_scale", None)
-            vars(inner).pop("found_inf", None)
-            for bucket in self.masters.buckets:
-                for master in bucket.masters:
-                    master.grad = None
-            self.masters.publish_([None if all(mine) else list(mine) for mine in there])
+        with self.masters.opened():
+            try:
+                for bucket, flat, mine in zip(self.masters.buckets, collected.wide, there, strict=True):
+                    for master, slot, is_there in zip(bucket.masters, bucket.layout.slots, mine, strict=True):
+                        master.grad = slot.view(flat) if is_there else None
+                inner.grad_scale, inner.found_inf = self._grad_scale, self._found_inf
+                with self.at_work(), self._capturable():
+                    inner.step()
+            finally:
+                vars(inner).pop("grad_scale", None)
+                vars(inner).pop("found_inf", None)
+                for bucket in self.masters.buckets:
+                    for master in bucket.masters:
+                        master.grad = None
+                self.masters.publish_([None if all(mine) else list(mine) for mine in there])
 
     @contextlib.contextmanager
     def _capturable(self) -> Iterator[None]:

@@ -89,6 +89,8 @@ class KernelTier(DeviceTier):
     def _advance_(self, collected: Collected, report: Tensor) -> None:
         from mixedopt.step_kernels import launch_plan
 
+        if any(bucket.lent for bucket in self.masters.buckets):
+            self.masters.publish_()  # split masters: what was handed out counts, and ends here
         tables, numbering = self._own_(), self.collector.numbering
         self._note_(collected.there)
         if not torch.cuda.is_current_stream_capturing():
@@ -106,9 +108,12 @@ class KernelTier(DeviceTier):
 
         state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
         bucket, device = state.bucket, pieces.slot.device
+        split = bucket.flat_remainder is not None
         own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
+        if bucket.flat_remainder is not None:
+            own = (bucket.flat_model, bucket.flat_remainder)
         aligned = table.aligned and pieces.aligned
-        launch = update_launcher(tables.form, device.index, grads, bucket.dtype, False, aligned)
+        launch = update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
         with torch.cuda.device(device):
             numbers = tables.parts[index].to(device, non_blocking=True)
             launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))

@@ -46,10 +46,20 @@ ARITHMETIC = {
     "maximum": "tl.where(({0} >= {1}) | ({0} != {0}), {0}, {1})",
     "minimum": "tl.where(({0} <= {1}) | ({0} != {0}), {0}, {1})",
     "clone": "{0}",
+    "copy": "{1}",
     "alias": "{0}",
     "detach": "{0}",
     "_to_copy": "{0}",
     "lift_fresh_copy": "{0}",
+    "round": "libdevice.rint({0})",
+    "copysign": "libdevice.copysign({0}, {1})",
+    "__lshift": "{0} << {1}",
+    "__rshift": "{0} >> {1}",
+    "bitwise_left_shift": "{0} << {1}",
+    "bitwise_right_shift": "{0} >> {1}",
+    "bitwise_and": "{0} & {1}",
+    "bitwise_or": "{0} | {1}",
+    "bitwise_xor": "{0} ^ {1}",
     "sign": "tl.where({0} > 0, 1, 0) - tl.where({0} < 0, 1, 0)",
 }
 # The same for what compares: its arguments are given the type that they have in common.
@@ -64,9 +74,7 @@ COMPARISON = {
 LOGIC = {
     "logical_not": "{0} == 0",
     "bitwise_not": "{0} == 0",
-    "bitwise_and": "{0} & {1}",
     "logical_and": "{0} & {1}",
-    "bitwise_or": "{0} | {1}",
     "logical_or": "{0} | {1}",
 }
 
@@ -88,7 +96,8 @@ def lines_of(
     apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tuple(examples))  # one tensor would have one name
     with torch.no_grad():
         # Lerp, addcmul and their kind become what they consist of.
-        trace = make_fx(function, decomposition_table=dict(core_aten_decompositions()))(*apart)
+        pure = torch.func.functionalize(function)  # what is written in place inside becomes a new value
+        trace = make_fx(pure, decomposition_table=dict(core_aten_decompositions()))(*apart)
     trace.graph.eliminate_dead_code()
     writer = Writer(prefix)
     given = iter(names)
@@ -142,12 +151,16 @@ class Writer:
         self._assign_(node, text, dtype)
 
     def _special(self, name: str, dtype: torch.dtype, args: Sequence[Any], options: Any) -> str:
-        first = self._as(args[0], torch.bool if name == "where" else dtype)
+        first = self._as(args[0], torch.bool if name == "where" else dtype) if args else ""
         if name == "where":
             return f"tl.where({first}, {self._as(args[1], dtype)}, {self._as(args[2], dtype)})"
         if name.startswith("clamp"):
             low, high = (*args[1:], None, None)[:2] if name != "clamp_max" else (None, args[1])
             return self._clamp(first, options.get("min", low), options.get("max", high), dtype)
+        if name == "view" and isinstance(args[1], torch.dtype):
+            return f"{self.names[args[0]]}.to({TYPES[dtype]}, bitcast=True)"
+        if name == "isnan":
+            return f"{self.names[args[0]]} != {self.names[args[0]]}"
         if name == "pow":
             return self._power(args[0], args[1], dtype)
         # What Triton rounds carelessly in fp32 unless it is told.

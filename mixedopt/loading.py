@@ -39,7 +39,10 @@ class Fp32Loads:
             handle.remove()
 
     def _before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, param in module.named_parameters(recurse=False):
+        params = dict(module.named_parameters(recurse=False))
+        # The values that are written over tell which are new; split masters are joined while they are there.
+        self._masters.lend_(p for n, p in params.items() if prefix + n in state_dict and p in self._masters.of)
+        for name, param in params.items():
             value = state_dict.get(prefix + name)
             if param.dtype not in HALF_DTYPES or not isinstance(value, Tensor) or value.dtype != torch.float32:
                 continue

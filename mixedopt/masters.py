@@ -4,18 +4,23 @@ A bucket holds the slots of one device and one model dtype. Half parameters are
 views of the bucket's flat half buffer and have masters in its flat fp32
 buffer; fp32 parameters are views of that fp32 buffer themselves, so they are
 their own masters and there is no second copy.
+
+Of split masters the fp32 buffer is there only while it is in use; between
+steps the half buffer and one of 16-bit remainders stand for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from mixedopt.flat import Layout, plan_layout
 from mixedopt.gradients import largest
+from mixedopt.split import Curtain, join, join_into_, mend_, remainder_of, split_into_
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -29,19 +34,25 @@ Moved = bool | Tensor
 class Bucket:
     """Parameters of one device and one dtype, with their masters.
 
-    Making one re-points the storage of every parameter: parameter *identity*
-    stays, so hooks, ties and groups hold. The peak is 8 bytes a value and one
-    tensor for fp32 parameters that become half, 6 afterwards.
+    Making one re-points the storage of every parameter: parameter *identity* stays, so hooks, ties and groups hold.
+    The peak is 8 bytes a value and one tensor for fp32 parameters that become half, 6 afterwards, 4 if split.
 
-    Invariants between calls: ``params[i]`` equals ``masters[i]`` rounded to
-    ``dtype``; both are views of the flat buffers at slot ``i``.
+    Invariants between calls: ``params[i]`` equals ``masters[i]`` rounded to ``dtype``; both are views of the flat
+    buffers at slot ``i``. Split masters are open or closed. Closed, they are ``join(flat_model, flat_remainder)``;
+    ``flat_master`` and ``masters``, still the same objects, show NaN. Open, ``flat_remainder`` means nothing.
 
     Args:
         named: names and parameters, all on one device.
         dtype: what the parameters become: fp16, bf16 or fp32.
+        split: keep the masters of half parameters split.
+
+    Attributes:
+        flat_remainder: int16, laid out as ``flat_model``; ``None`` unless split.
+        users: how many ``MasterWeights.opened()`` need them open.
+        lent: True iff they were handed out and not published since.
     """
 
-    def __init__(self, named: NamedParameters, dtype: torch.dtype) -> None:
+    def __init__(self, named: NamedParameters, dtype: torch.dtype, *, split: bool = False) -> None:
         self.dtype = dtype
         self.params = [param for _, param in named]
         self.device = self.params[0].device
@@ -64,6 +75,16 @@ class Bucket:
                 param.data = view
         self._note_storage()
         self._master_pointers = list(map(Tensor.data_ptr, self.masters))
+        self.flat_remainder: Tensor | None = None
+        self.users, self.lent = 0, False
+        self.is_open = True
+        self._curtain = Curtain(self.masters)
+        self._sum: Tensor | None = None  # of the weights as they were made
+        self._seen = False  # by somebody outside, since they were opened
+        if split and self.is_half:
+            self.flat_remainder = torch.empty_like(self.flat_model, dtype=torch.int16)
+            self._sum = _sum_of(self.flat_model)
+            self.close_()
 
     @property
     def is_half(self) -> bool:
@@ -75,28 +96,70 @@ class Bucket:
         """Parameter names in slot order."""
         return [slot.name for slot in self.layout.slots]
 
+    def open_(self, *, lend: bool = False) -> None:
+        """Bring split masters back, at another address. Syncs: none.
+
+        Args:
+            lend: to somebody outside, who may edit them, until they are published.
+
+        Raises:
+            ValueError: one was written while it was closed, or a parameter was moved.
+        """
+        if self.flat_remainder is None:
+            return
+        if not self.is_open:
+            self.adopt_edits_()
+            self._curtain.check()
+            self.flat_master = torch.empty_like(self.flat_model, dtype=torch.float32)
+            join_into_(self.flat_master, self.flat_model, self.flat_remainder)
+            self._curtain.open_(self.layout.views(self.flat_master))
+            self._master_pointers = list(map(Tensor.data_ptr, self.masters))
+            self.is_open = True
+        self.lent |= lend
+        self._seen |= lend
+
+    def close_(self) -> None:
+        """Split masters that the model shows, and free them; not while anybody uses them. Syncs: none."""
+        if self.flat_remainder is None or not self.is_open or self.users or self.lent:
+            return
+        split_into_(self.flat_remainder, self.flat_master, self.flat_model)
+        if self._seen:
+            self.flat_master.fill_(torch.nan)  # whoever still holds a view shall not take it for the masters
+            self._seen = False
+        self.flat_master = self._curtain.draw_(self.layout.size)
+        self.is_open = False
+
+    def value(self, index: int) -> Tensor:
+        """Return the master of one slot, fp32: itself, or joined if it is closed. Syncs: none."""
+        if self.is_open or self.flat_remainder is None:
+            return self.masters[index].detach()
+        self.adopt_(index)
+        return join(self.params[index].detach(), self.layout.slots[index].view(self.flat_remainder))
+
     def publish_(self, moved: Sequence[Moved] | None = None) -> None:
         """Write the masters, rounded once, into the model. Syncs: none.
 
         Args:
-            moved: which slots have changed, all if ``None``. Their version
-                counters move, so that a backward over a graph recorded before
-                raises as with plain torch; those of the others stay.
+            moved: which slots have changed, all if ``None``. Their version counters move, so that a backward over a
+                graph recorded before raises as with plain torch; those of the others stay.
         """
         if not self.is_half:
             return
-        if moved is not None and any(isinstance(mark, Tensor) for mark in moved):
-            self._publish_rows_(moved)
-        else:
-            self.flat_model.copy_(self.flat_master)
+        if self.is_open:
+            if moved is not None and any(isinstance(mark, Tensor) for mark in moved):
+                self._publish_rows_(moved)
+            else:
+                self.flat_model.copy_(self.flat_master)
+            self.lent = False
         self.note_published_(moved)
 
     def note_published_(self, moved: Sequence[Moved] | None = None) -> None:
-        """Move the version counters of what was written into the model; see ``publish_``."""
+        """Move the version counters of what was written into the model by others, remainders too; see ``publish_``."""
         params = (
             self.params if moved is None else [p for p, mark in zip(self.params, moved, strict=True) if mark is True]
         )
         torch.autograd.graph.increment_version(params)
+        self._sum = None
         self._versions = list(map(_VERSION, self.params))
 
     def _publish_rows_(self, moved: Sequence[Moved]) -> None:
@@ -110,28 +173,41 @@ class Bucket:
         self.flat_model[start:].copy_(self.flat_master[start:])
 
     def refresh_(self) -> None:
-        """Take weights that were edited in the model into the masters.
+        """Take weights that were edited in the model into the masters. Syncs: none.
 
-        Only values whose half rounding differs from the weight are rewritten,
-        so the low bits of untouched values stay. Syncs: none.
+        Only values whose half rounding differs from the weight are rewritten, so the low bits of untouched values stay.
+        Of closed masters nobody knows which weights were edited: all keep their remainders, see ``mend_``.
         """
         self._check_places()
         if self.is_half:
-            for param, master in zip(self.params, self.masters, strict=True):
-                self._refresh_(param, master)
+            for index in range(len(self.params)):
+                self._refresh_(index)
             self._versions = list(map(_VERSION, self.params))
 
-    def _refresh_(self, param: nn.Parameter, master: nn.Parameter) -> None:
-        weight = param.detach()
-        edited = master.to(self.dtype) != weight
-        master.copy_(torch.where(edited, weight.float(), master))
+    def _refresh_(self, index: int) -> None:
+        weight, master = self.params[index].detach(), self.masters[index]
+        if self.is_open or self.flat_remainder is None:
+            edited = master.to(self.dtype) != weight
+            master.copy_(torch.where(edited, weight.float(), master))
+        else:
+            mend_(self.layout.slots[index].view(self.flat_remainder), weight)
 
     def adopt_(self, index: int) -> None:
         """Refresh one slot, if its weight was written in place since the last publish."""
-        param, master = self.params[index], self.masters[index]
+        param = self.params[index]
         if self.is_half and param._version != self._versions[index] and param.data_ptr() == self._pointers[index]:
-            self._refresh_(param, master)
+            self._refresh_(index)
             self._versions[index] = param._version
+
+    def refine_(self, index: int, value: Tensor) -> None:
+        """Take the low bits of ``value``, fp32, where it rounds to the weight. Syncs: none."""
+        weight, master = self.params[index].detach(), self.masters[index]
+        known = value.to(self.dtype) == weight
+        if self.is_open or self.flat_remainder is None:
+            master.copy_(torch.where(known, value, master))
+        else:
+            kept = self.layout.slots[index].view(self.flat_remainder)
+            kept.copy_(torch.where(known, remainder_of(value, weight), kept))
 
     def adopt_edits_(self) -> None:
         """Refresh if a weight was written in place since the last publish.
@@ -141,17 +217,22 @@ class Bucket:
         """
         self._check_places()
         if self.is_half and list(map(_VERSION, self.params)) != self._versions:
-            self.refresh_()
+            if self.is_open:
+                self.refresh_()
+                return
+            for index in range(len(self.params)):
+                self.adopt_(index)
 
     def shows_masters(self) -> bool:
-        """True iff every weight is its master, rounded. Syncs: one read."""
-        return torch.equal(self.flat_model, self.flat_master.to(self.dtype))
+        """True iff every weight is its master, rounded; closed ones: is as it was made. Syncs: one read."""
+        if self.is_open:
+            return torch.equal(self.flat_model, self.flat_master.to(self.dtype))
+        return self._sum is None or torch.equal(self._sum, _sum_of(self.flat_model))
 
     def _check_places(self) -> None:
         """Raise ``ValueError`` if a parameter no longer lies in the flat buffer.
 
-        ``flatten_parameters()`` of a recurrent layer moves its weights to a new
-        pack; they are brought back, with their values.
+        Weights that ``flatten_parameters()`` of a recurrent layer moves to a new pack are brought back as they are.
         """
         pointers = list(map(Tensor.data_ptr, self.params))
         if pointers == self._pointers:
@@ -170,12 +251,11 @@ class Bucket:
             param.data = view
 
     def reclaim_(self) -> None:
-        """Bring back masters that the inner optimizer has moved to storage of their own.
+        """Bring back masters that the inner optimizer has moved (``p.data = p.data.contiguous()``). Syncs: none.
 
-        Some do (``p.data = p.data.contiguous()``): the flat buffer, and with it
-        the model, would stay behind. Syncs: none.
+        The flat buffer, and with it the model, would stay behind.
         """
-        if list(map(Tensor.data_ptr, self.masters)) != self._master_pointers:
+        if self.is_open and list(map(Tensor.data_ptr, self.masters)) != self._master_pointers:
             for slot, master, pointer in zip(self.layout.slots, self.masters, self._master_pointers, strict=True):
                 if master.data_ptr() != pointer:
                     view = slot.view(self.flat_master)
@@ -186,10 +266,20 @@ class Bucket:
         """Return name and size of the first finite master beyond the half range."""
         if not self.is_half:
             return None
-        for name, master in zip(self.names, self.masters, strict=True):
-            if (size := beyond_range(master.detach(), self.dtype)) is not None:
+        for index, name in enumerate(self.names):
+            if (size := beyond_range(self.value(index), self.dtype)) is not None:
                 return name, size
         return None
+
+    def widen_(self) -> None:
+        """Make the parameters fp32: views of the masters."""
+        self.open_()
+        for param, view in zip(self.params, self.layout.model_views(self.flat_master), strict=True):
+            param.grad = None
+            param.data = view
+        self.flat_model, self.flat_remainder = self.flat_master, None
+        self.dtype = torch.float32
+        self._note_storage()
 
     def _note_storage(self) -> None:
         self._pointers = list(map(Tensor.data_ptr, self.params))
@@ -200,10 +290,14 @@ class MasterWeights:
     """All buckets of one optimizer.
 
     Invariants between calls: ``of`` maps every parameter that has a slot to
-    its master.
+    its master; split masters are closed (see ``Bucket``) unless they are lent.
+
+    Args:
+        split: keep those of half parameters split.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, split: bool = False) -> None:
+        self.split = split
         self.buckets: list[Bucket] = []
         self.of: dict[nn.Parameter, nn.Parameter] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
@@ -216,6 +310,7 @@ class MasterWeights:
             masters.adopt_edits_()
             every.buckets += masters.buckets
             every.of.update(masters.of)
+            every._places.update(masters._places)
         return every
 
     @torch.no_grad()
@@ -229,11 +324,46 @@ class MasterWeights:
         sorted_in: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
         for (name, param), dtype in zip(named, dtypes, strict=True):
             sorted_in.setdefault((param.device, dtype), []).append((name, param))
-        made = [Bucket(members, dtype) for (_, dtype), members in sorted_in.items()]
+        made = [Bucket(members, dtype, split=self.split) for (_, dtype), members in sorted_in.items()]
         for bucket in made:
             self.of.update(zip(bucket.params, bucket.masters, strict=True))
             self._places.update((param, (bucket, index)) for index, param in enumerate(bucket.params))
         self.buckets.extend(made)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Context in which masters hold their values; those that are written must be published inside. It nests."""
+        entered: list[Bucket] = []
+        try:
+            for bucket in list(self.buckets):
+                bucket.users += 1
+                entered.append(bucket)
+                with torch.no_grad():
+                    bucket.open_()
+            yield
+        finally:
+            for bucket in entered:
+                bucket.users -= 1
+            self.close_()
+
+    @torch.no_grad()
+    def lend_(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Open masters for somebody outside, of these parameters or all; publishing ends it."""
+        buckets = self.buckets if params is None else {self._places[param][0]: None for param in params}
+        for bucket in buckets:
+            bucket.open_(lend=True)
+
+    @torch.no_grad()
+    def close_(self) -> None:
+        """Split and free the masters that are neither in use nor lent; see ``Bucket.close_``."""
+        for bucket in self.buckets:
+            bucket.close_()
+
+    @torch.no_grad()
+    def value(self, param: nn.Parameter) -> Tensor:
+        """Return the master of ``param``, fp32, to read: itself, or joined if it is closed. Syncs: none."""
+        bucket, index = self._places[param]
+        return bucket.value(index)
 
     @torch.no_grad()
     def adopt_edits_(self) -> None:
@@ -262,9 +392,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish_(self, moved: Sequence[Sequence[Moved] | None] | None = None) -> None:
-        """Write the masters into the model; see ``Bucket.publish_``."""
+        """Write the masters into the model; see ``Bucket.publish_``. Split ones are closed, if not in use."""
         for index, bucket in enumerate(self.buckets):
             bucket.publish_(None if moved is None else moved[index])
+        self.close_()
 
     def largest_half(self) -> Tensor | None:
         """Return the largest |weight| in fp16, inf iff one does not fit.
@@ -279,20 +410,14 @@ class MasterWeights:
     @torch.no_grad()
     def refine_(self, param: nn.Parameter, value: Tensor) -> None:
         """Give the master of ``param`` the low bits of ``value``, where it rounds to the weight. Syncs: none."""
-        master = self.of[param]
-        value = value.to(master)
-        master.copy_(torch.where(value.to(param.dtype) == param.detach(), value, master))
+        bucket, index = self._places[param]
+        bucket.refine_(index, value.to(bucket.device, torch.float32))
 
     @torch.no_grad()
     def widen_(self) -> None:
         """Make the half parameters of the model fp32: views of the masters."""
         for bucket in self.buckets:
-            for param, view in zip(bucket.params, bucket.layout.model_views(bucket.flat_master), strict=True):
-                param.grad = None
-                param.data = view
-            bucket.flat_model = bucket.flat_master
-            bucket.dtype = torch.float32
-            bucket._note_storage()
+            bucket.widen_()
 
     def check_range(self) -> None:
         """Raise if a master does not fit its half format. Syncs: one per parameter.
@@ -319,3 +444,7 @@ def unfit_error(name: str, size: float, dtype: torch.dtype) -> ValueError:
         f"parameter {name!r} holds {size:g}, beyond the largest value of {dtype}, {torch.finfo(dtype).max:g}. "
         f"Keep it in fp32 with policy.keep({name!r}), or use dtype=torch.bfloat16."
     )
+
+
+def _sum_of(half: Tensor) -> Tensor:
+    return half.view(torch.int16).sum(dtype=torch.int64)

@@ -43,24 +43,22 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         model: converted in place by ``policy``; if another optimizer has done
             that, joined as it is. ``None`` leaves everything as it is (the
             ``model.half()`` workflow): parameters may be half and fp32.
-        dtype: what ``policy`` makes of the model, ``torch.float16`` or
-            ``torch.bfloat16``. Unused without ``model``.
+        dtype: what ``policy`` makes of the model, ``torch.float16`` or ``torch.bfloat16``. Unused without ``model``.
         loss_scale: ``None`` is dynamic if any parameter is fp16 and a constant
             1 otherwise, with the finite check kept; a number is static; or a
             ``StaticLossScale``, ``DynamicLossScale`` or ``SharedLossScale``.
         policy: ``CastPolicy.default()`` if ``None``.
         max_grad_norm: clip the unscaled gradients to this global L2 norm.
-        master: the kind of master kept between steps; so far ``"fp32"``.
-        gradients: who holds them during backward. ``"autograd"``: ``.grad``,
-            until ``step()``. ``"half"`` and ``"fp32"``: a flat buffer of that
-            dtype, to which each is moved as autograd finishes it; fp32 sums of
-            micro-steps lose nothing.
+        master: kept between steps, ``"fp32"``, or ``"split"``: the weight and a 16-bit remainder, 2 bytes a value
+            less. A step rounds masters to such pairs, which is exact for most; in-place edits of weights keep
+            remainders; ``inner.param_groups`` shows NaN between steps. See ``named_masters``.
+        gradients: who holds them during backward. ``"autograd"``: ``.grad``, until ``step()``. ``"half"``, ``"fp32"``:
+            a flat buffer of that dtype, to which each is moved when finished; fp32 sums of micro-steps lose nothing.
         tier: how ``step()`` runs: ``"eager"``; ``"fused"``, for fused optimizers of torch; ``"compiled"``, in one
             pass, for those with a ``Rule``. ``"auto"``: eager on a CPU, the fastest that serves on a GPU.
-        drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the
-            sum and apply the rest, multiplied by what this function of (kept,
-            total) micro-steps returns. Needs ``gradients="fp32"``. ``None``
-            skips the whole window.
+        drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the sum and apply the rest, multiplied by
+            what this function of (kept, total) micro-steps returns. Needs ``gradients="fp32"``. ``None`` skips the
+            whole window.
         restore_buffers: a skip also takes back the running statistics of norm layers inside ``model``.
 
     Raises:
@@ -169,12 +167,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         happened stands in ``last_step``. Without any gradient nothing moves.
 
         Args:
-            closure: drops the gradients, computes the loss, calls ``backward``
-                of this optimizer and returns the loss, unscaled. It is evaluated
-                with gradients enabled: once, before anything else, or as often
-                as an inner optimizer such as LBFGS asks for it, each time at
-                published weights. An inf or NaN in any evaluation skips; a line
-                search is told that the point is bad.
+            closure: drops the gradients, computes the loss, calls ``backward`` of this optimizer and returns the loss,
+                unscaled. It is evaluated with gradients enabled: once, before anything else, or as often as an inner
+                optimizer such as LBFGS asks for it, each time at published weights. An inf or NaN in any evaluation
+                skips; a line search is told that the point is bad.
 
         Returns:
             What the closure returned, else ``None``; with an inner optimizer
@@ -183,9 +179,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             LossScaleError: after too many skips in a row with S at its floor;
                 weights and state are as before.
-            ValueError: a parameter was moved, and nothing has been changed; or
-                a weight has left the half range, at most
-                ``RANGE_CHECK_INTERVAL`` applied steps ago.
+            ValueError: a parameter was moved, and nothing has been changed; or a weight has left the half range, at
+                most ``RANGE_CHECK_INTERVAL`` applied steps ago.
             StepOrderError: a backward followed ``unscale_``; the loss scale is
                 shared; or a closure added to the gradients of its last call.
             TypeError: the inner optimizer needs a closure.
@@ -289,7 +284,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     # -- masters ----------------------------------------------------------
 
     def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over (canonical name, fp32 master) in group order; edit, then ``publish()``."""
+        """Iterate over (canonical name, fp32 master) in group order; edit, then ``publish()``.
+
+        Split masters are joined for that until the next applied step, ``publish()`` or load, then NaN.
+        """
         return self._roster.named_masters()
 
     def master_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
@@ -308,10 +306,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def master_model(self) -> nn.Module:
         """Return the fp32 model over the masters: for evaluation, and for averages.
 
-        Its parameters share storage with the masters and its buffers are the
-        model's, so it follows the training and costs no memory; frozen half
-        parameters are copies: ask anew after unfreezing or adding some. It has no casts, and nothing in it requires a
-        gradient.
+        Its parameters share storage with the masters and its buffers are the model's, so it follows the training and
+        costs no memory; frozen half parameters are copies: ask anew after unfreezing or adding some, and after each
+        step if masters are split (see ``named_masters``). It has no casts, and nothing in it requires a gradient.
 
         Raises:
             ValueError: the optimizer was built without ``model``.
@@ -331,9 +328,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Take weights edited in the model into the masters.
 
-        Only values whose half rounding differs from the weight are rewritten;
-        moments and counters stay. In-place edits are noticed by ``step()``
-        itself; edits through ``param.data`` need this call. Syncs: none.
+        Only values whose half rounding differs from the weight are rewritten (of split masters none: the remainder
+        stays); moments and counters stay. In-place edits are noticed by ``step()`` itself; edits through
+        ``param.data`` need this call. Syncs: none.
         """
         self._parts.check_in_force()
         self._roster.masters.refresh_()
@@ -346,9 +343,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 written. Syncs: one read per parameter.
         """
         self._parts.check_in_force()
-        self._roster.masters.adopt_edits_()
-        self._roster.masters.check_range()
-        self._roster.masters.publish_()
+        with self._roster.masters.opened():
+            self._roster.masters.adopt_edits_()
+            self._roster.masters.check_range()
+            self._roster.masters.publish_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of any supported dtype, with masters, as torch does.
@@ -366,8 +364,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to continue bit for bit.
 
-        Torch-shaped (see ``mixedopt.checkpoint``); as in torch, its tensors are
-        those in use, so save or deepcopy it before the next step.
+        Torch-shaped (see ``mixedopt.checkpoint``); as in torch, its tensors are those in use (split masters: copies),
+        so save or deepcopy it before the next step.
 
         Raises:
             StepOrderError: inside a window, whose gradients it would lose.
@@ -376,7 +374,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self._roster.masters.adopt_edits_()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = checkpoint.pack(self.inner, self._roster.places(), {"policy": self._policy(), **self._tier.to_dict()})
+        about = {"policy": self._policy(), **self._tier.to_dict()}
+        packed = checkpoint.pack(self.inner, self._roster.places(values=True), about)
         for after in self._optimizer_state_dict_post_hooks.values():
             packed = after(self, packed) or packed
         return packed

@@ -26,6 +26,7 @@ class Roster:
         root: the model, if there is one.
         names: parameter -> canonical name, in group order.
         dtypes: what each parameter becomes.
+        split: see ``MasterWeights``.
     """
 
     def __init__(
@@ -34,17 +35,20 @@ class Roster:
         root: nn.Module | None,
         names: dict[nn.Parameter, str],
         dtypes: Mapping[nn.Parameter, torch.dtype],
+        *,
+        split: bool = False,
     ) -> None:
         self.inner = inner
         self.root = root
         self.names = names
         self.groups = [GroupView(inner, i, list(g["params"])) for i, g in enumerate(inner.param_groups)]
-        self.masters = MasterWeights()
+        self.masters = MasterWeights(split=split)
         self._adopt([param for param in names if param.requires_grad], dtypes)
 
     def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, master) in group order."""
-        yield from ((name, self.masters.of[p]) for p, name in self.names.items() if p in self.masters.of)
+        """Return (name, master) pairs in group order; split ones are lent."""
+        self.masters.lend_()
+        return ((name, self.masters.of[p]) for p, name in self.names.items() if p in self.masters.of)
 
     def state(self) -> dict[Tensor, Any]:
         """Return model parameter -> the inner optimizer's state of its master.
@@ -60,11 +64,16 @@ class Roster:
             found.update((param, {}) for param in self.masters.of)
         return found
 
-    def places(self) -> list[Place]:
-        """Return every parameter as a checkpoint sees it, in group order."""
+    def places(self, *, values: bool = False) -> list[Place]:
+        """Return every parameter as a checkpoint sees it, in group order.
+
+        Args:
+            values: masters are to be read; split ones are copies then.
+        """
         masters, state = self.masters.of, self.inner.state
+        found = {p: self.masters.value(p) if values else master for p, master in masters.items()}
         return [
-            Place(name, param, masters.get(param), state.get(masters.get(param, param), {}))
+            Place(name, param, found.get(param), state.get(masters.get(param, param), {}))
             for param, name in self.names.items()
         ]
 
@@ -109,9 +118,10 @@ class Roster:
         """Write masters by position, also of parameters that are frozen here, and publish."""
         params = list(self.names)
         self._adopt_late([params[index] for index in saved if params[index] not in self.masters.of])
-        for index, value in saved.items():
-            self.masters.of[params[index]].copy_(value)
-        self.masters.publish_()
+        with self.masters.opened():
+            for index, value in saved.items():
+                self.masters.of[params[index]].copy_(value)
+            self.masters.publish_()
 
     def return_(self) -> None:
         """Leave the model fp32 and hand its parameters back to ``inner``."""

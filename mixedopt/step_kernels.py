@@ -31,6 +31,7 @@ from mixedopt.launching import Launcher
 from mixedopt.numbering import PIECE
 from mixedopt.pieces import Pieces, plan_pieces
 from mixedopt.rules import Rule
+from mixedopt.split import join, remainder_of
 
 BLOCK = 1024  # values of a piece that a program of the update works on at once
 WARPS = 8
@@ -180,13 +181,13 @@ def numbers_source(form: Form, skip: str, factor: str) -> list[str]:
     ]
 
 
-def update_source(form: Form, grads: torch.dtype, half: bool, split: bool) -> str:
+def update_source(form: Form, grads: torch.dtype, model: torch.dtype, split: bool) -> str:
     """Return the second kernel as text.
 
     A mask that may end anywhere forbids wide loads, so whole pieces go without one.
     """
     rule, count = form.rule, form.numbers
-    kept = ["model", "remainder"] if split else ["master", *(["model"] if half else [])]
+    kept = ["model", "remainder"] if split else ["master", *(["model"] if model != torch.float32 else [])]
     arguments = ["slots_of", "starts", "withins", "counts", "table", "addresses", *kept]
     arguments += [f"state_{name}" for name in rule.state]
     return "\n".join(
@@ -212,18 +213,18 @@ def update_source(form: Form, grads: torch.dtype, half: bool, split: bool) -> st
             "            if count == PIECE:",
             "                for first in range(0, PIECE, BLOCK):",
             "                    offset = first + tl.arange(0, BLOCK)",
-            *(f"                    {text}" for text in body_source(form, half, split, "")),
+            *(f"                    {text}" for text in body_source(form, model, split, "")),
             "            else:",
             "                for first in range(0, count, BLOCK):",
             "                    offset = first + tl.arange(0, BLOCK)",
             "                    inside = offset < count",
-            *(f"                    {text}" for text in body_source(form, half, split, ", mask=inside")),
+            *(f"                    {text}" for text in body_source(form, model, split, ", mask=inside")),
             "",
         ]
     )
 
 
-def body_source(form: Form, half: bool, split: bool, mask: str) -> list[str]:
+def body_source(form: Form, model: torch.dtype, split: bool, mask: str) -> list[str]:
     """Return the lines that step some values."""
     rule, count = form.rule, form.numbers
     wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
@@ -233,12 +234,24 @@ def body_source(form: Form, half: bool, split: bool, mask: str) -> list[str]:
         rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u"
     )
     param, *new_state = results
-    lines = [
+    half, bits = torch.zeros(4, dtype=model), torch.zeros(4, dtype=torch.int16)
+    kept = [f"param = tl.load(master + place{mask})"]
+    published = [f"tl.store(master + place, {param}{mask})"]
+    if model != torch.float32:
+        published += [
+            f"rounded = ({param}).to(model.dtype.element_ty)",
+            f"tl.store(model + place, rounded{mask})",
+        ]
+    if split:
+        joining, (joined,) = lines_of(join, (half, bits), ["half", "bits"], "q")
+        splitting, (rest,) = lines_of(remainder_of, (wide[0], half), [param, "rounded"], "r")
+        loads = [f"half = tl.load(model + place{mask})", f"bits = tl.load(remainder + place{mask})"]
+        kept = [*loads, *joining, f"param = {joined}"]
+        published = [*published[1:], *splitting, f"tl.store(remainder + place, {rest}{mask})"]
+    return [
         "place = start + offset",
         f"grad = tl.load(grads + offset{mask}).to(tl.float32) * factor",
-        f"param = join(tl.load(model + place{mask}), tl.load(remainder + place{mask}))"
-        if split
-        else f"param = tl.load(master + place{mask})",
+        *kept,
         *(f"old_{name} = tl.load(state_{name} + place{mask})" for name in rule.state),
         *(
             f"old_{name} = tl.where(first_step != 0, initial_{name}, old_{name})"
@@ -247,15 +260,8 @@ def body_source(form: Form, half: bool, split: bool, mask: str) -> list[str]:
         ),
         *updating,
         *(f"tl.store(state_{name} + place, {new}{mask})" for name, new in zip(rule.state, new_state, strict=True)),
+        *published,
     ]
-    if half:
-        lines += [
-            f"rounded = ({param}).to(model.dtype.element_ty)",
-            f"tl.store(model + place, rounded{mask})",
-        ]
-    if split:
-        return [*lines, f"tl.store(remainder + place, remainder_of({param}, rounded){mask})"]
-    return [*lines, f"tl.store(master + place, {param}{mask})"]
 
 
 def kernel_of(source: str, names: dict[str, Any], whole: Sequence[str] = ()) -> Any:
@@ -281,7 +287,7 @@ def update_launcher(
     form: Form, device: int, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
 ) -> Launcher:
     """Return the launcher of the second kernel for gradients and weights of these dtypes."""
-    kernel = kernel_of(update_source(form, grads, model != torch.float32, split), {})
+    kernel = kernel_of(update_source(form, grads, model, split), {})
     return Launcher(kernel, device, (PIECE, BLOCK, aligned), WARPS)
 
 
@@ -303,7 +309,7 @@ def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
     return pieces.slot, pieces.start, pieces.within, pieces.count
 
 
-def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype], *, split: bool) -> None:
     """Make and run the kernels of a rule, on a parameter that is thrown away.
 
     Raises:
@@ -320,11 +326,14 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
         for dtype, aligned in itertools.product(dtypes, (True, False)):
             master, *state = (zeros(64) for _ in ("param", *rule.state))
             weights = (master,) if dtype == torch.float32 else (master, zeros(64, dtype=dtype))
+            splits = split and dtype != torch.float32
+            if splits:
+                weights = (zeros(64, dtype=dtype), zeros(64, dtype=torch.int16))
             for kind in {dtype, torch.float32}:
                 grad = zeros(64, dtype=kind)
                 addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
                 measure_(addresses, pieces, kind, evidence, aligned)
                 judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
                 launch_plan(form, (*judging, addresses, steps, hyper, group_of, table, *scalars), 4)
-                launch = update_launcher(form, device.index or 0, kind, dtype, False, aligned)
+                launch = update_launcher(form, device.index or 0, kind, dtype, splits, aligned)
                 launch(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))

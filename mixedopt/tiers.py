@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mixedopt.collecting import has_triton
-from mixedopt.compiled import CompiledTier, check_rule
+from mixedopt.compiled import CompiledTier, check_rule, covering_rule
 from mixedopt.device_scaler import DeviceScaler
 from mixedopt.eager import EagerTier
 from mixedopt.fused import FusedTier, is_fused
 from mixedopt.kernel_tier import KernelTier
 from mixedopt.loss_scale import LossScaleConfig
-from mixedopt.rules import Rule, rule_for
+from mixedopt.rules import Rule
 from mixedopt.scaler import LossScaler, SharedLossScale
 
 logger = logging.getLogger("mixedopt")
@@ -49,39 +49,55 @@ class Choice:
 EAGER = Choice(EagerTier)
 
 
-def choose(tier: str, inner: torch.optim.Optimizer, dtypes: Collection[torch.dtype], *, on_host: bool) -> Choice:
-    """Return the tier to use: a named one insists, ``"auto"`` takes the fastest that serves.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a tier is to serve.
 
-    Args:
-        tier: the argument of the optimizer.
+    Attributes:
         inner: before its parameters are replaced.
         dtypes: what they become.
-        on_host: True iff the host must decide: the loss scale is shared, or bad
+        split: their masters are split.
+        on_host: the host must decide: the loss scale is shared, or bad
             micro-steps are dropped.
+    """
+
+    inner: torch.optim.Optimizer
+    dtypes: frozenset[torch.dtype]
+    split: bool
+    on_host: bool
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the parameters are."""
+        return {param.device for group in self.inner.param_groups for param in group["params"]}
+
+    @property
+    def on_gpu(self) -> bool:
+        """True iff all parameters are on CUDA devices."""
+        return all(device.type == "cuda" for device in self.devices)
+
+
+def choose(tier: str, request: Request) -> Choice:
+    """Return the tier to use: a named one insists, ``"auto"`` takes the fastest that serves.
 
     Raises:
         ValueError: a named tier does not serve.
     """
-    devices = {param.device for group in inner.param_groups for param in group["params"]}
-    if tier == "eager":
-        return EAGER
     if tier == "fused":
-        return _fused(inner, devices, on_host=on_host)
+        return _fused(request)
     if tier == "compiled":
-        return _compiled(inner, dtypes, devices, on_host=on_host)
-    if on_host or any(device.type != "cuda" for device in devices):
+        return _compiled(request)
+    if tier == "eager" or request.on_host or not request.on_gpu:
         return EAGER
-    return _fastest(inner, dtypes, devices)
+    return _fastest(request)
 
 
-def _fastest(
-    inner: torch.optim.Optimizer, dtypes: Collection[torch.dtype], devices: Collection[torch.device]
-) -> Choice:
+def _fastest(request: Request) -> Choice:
     """Choose on a GPU, and say why."""
-    name, reasons = type(inner).__name__, []
-    for tier, make in (("compiled", functools.partial(_compiled, dtypes=dtypes)), ("fused", _fused)):
+    name, reasons = type(request.inner).__name__, []
+    for tier, make in (("compiled", _compiled), ("fused", _fused)):
         try:
-            choice = make(inner, devices=devices, on_host=False)
+            choice = make(request)
         except ValueError as error:
             reasons.append(str(error))
         else:
@@ -91,57 +107,40 @@ def _fastest(
     return EAGER
 
 
-def _fused(inner: torch.optim.Optimizer, devices: Collection[torch.device], *, on_host: bool) -> Choice:
+def _fused(request: Request) -> Choice:
     who = "MixedPrecisionOptimizer(tier='fused')"
-    if not is_fused(inner):
+    if not is_fused(request.inner):
         raise ValueError(
-            f"{who}: {type(inner).__name__} does not skip by itself. Build Adam, AdamW, SGD or Adagrad of torch.optim "
-            "with fused=True, or use tier='eager'."
+            f"{who}: {type(request.inner).__name__} does not skip by itself. Build Adam, AdamW, SGD or Adagrad of "
+            "torch.optim with fused=True, or use tier='eager'."
         )
-    if on_host:
+    if request.on_host:
         raise ValueError(f"{who}: a SharedLossScale and drop_bad_micro_steps decide on the host. Use tier='eager'.")
-    home = _home(inner)
-    kernels = home.type == "cuda" and has_triton() and all(device.type == "cuda" for device in devices)
-    return Choice(functools.partial(FusedTier, kernels=kernels), home=home, kernels=kernels)
+    kernels = request.on_gpu and has_triton()
+    return Choice(functools.partial(FusedTier, kernels=kernels), home=_home(request.inner), kernels=kernels)
 
 
-def _compiled(
-    inner: torch.optim.Optimizer,
-    dtypes: Collection[torch.dtype],
-    devices: Collection[torch.device],
-    *,
-    on_host: bool,
-) -> Choice:
-    on_gpu = all(device.type == "cuda" for device in devices)
-    if on_host or not on_gpu:
-        return Choice(functools.partial(CompiledTier, check_rule(inner, dtypes)), narrow=True)
-    rule = check_kernels(inner, dtypes, devices)
-    return Choice(functools.partial(KernelTier, rule), home=_home(inner), kernels=True)
+def _compiled(request: Request) -> Choice:
+    if request.on_host or not request.on_gpu:
+        return Choice(functools.partial(CompiledTier, check_rule(request.inner, request.dtypes)), narrow=True)
+    return Choice(functools.partial(KernelTier, _check_kernels(request)), home=_home(request.inner), kernels=True)
 
 
-def check_kernels(
-    inner: torch.optim.Optimizer, dtypes: Collection[torch.dtype], devices: Collection[torch.device]
-) -> Rule:
-    """Return the rule for ``inner``, after making its kernels, which takes seconds the first time.
+def _check_kernels(request: Request) -> Rule:
+    """Return the rule of the optimizer, after making its kernels, which takes seconds the first time.
 
     Raises:
         ValueError: there is no rule, or kernels cannot be made here.
     """
-    rule = rule_for(inner)
-    who = "MixedPrecisionOptimizer(tier='compiled')"
-    if rule is None:
-        raise ValueError(
-            f"{who}: no rule covers this {type(inner).__name__}. There are rules for the element-wise optimizers of "
-            "torch.optim, without capturable, differentiable, eps=0 and tensors as hyperparameters, and for what "
-            "register_rule was told. Use tier='eager'."
-        )
+    who, inner = "MixedPrecisionOptimizer(tier='compiled')", request.inner
+    rule = covering_rule(inner)
     if not has_triton():
         raise ValueError(f"{who}: Triton is not installed. Install it (pip install triton), or use tier='eager'.")
     try:
         from mixedopt.step_kernels import form_of, try_kernels
 
-        for device in devices:
-            try_kernels(form_of(rule, inner), device, {*dtypes, torch.float32})
+        for device in request.devices:
+            try_kernels(form_of(rule, inner), device, request.dtypes | {torch.float32}, split=request.split)
     except Exception as error:
         raise ValueError(
             f"{who}: its kernels cannot be made here ({type(error).__name__}: {str(error).splitlines()[0]}). "

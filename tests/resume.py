@@ -42,6 +42,7 @@ class Script:
     events: tuple[str, ...]
     cut: int
     tier: str = "eager"
+    master: str = "fp32"
 
 
 class Net(nn.Module):
@@ -84,6 +85,7 @@ class Run:
             gradients=script.gradients,
             max_grad_norm=0.5 if script.clip else None,
             tier=script.tier,
+            master=script.master,
         )
 
     def play(self, start: int, stop: int) -> None:

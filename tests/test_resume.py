@@ -30,6 +30,7 @@ def scripts(draw: st.DrawFn) -> Script:
     tier = draw(st.sampled_from(["eager", "eager", "compiled"] if COMPILER else ["eager"]))
     return Script(
         tier=tier,
+        master=draw(st.sampled_from(["fp32", "split"] if tier == "eager" else ["fp32"])),
         inner=draw(st.sampled_from(resume.NAMES if tier == "eager" else resume.COMPILED)),
         dtype=draw(st.sampled_from(list(resume.DTYPES))),
         scale=draw(st.sampled_from(list(resume.SCALES))),

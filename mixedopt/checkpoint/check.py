@@ -28,13 +28,13 @@ class Place:
     Attributes:
         name: canonical.
         param: the model's.
-        master: its master, ``None`` while it is frozen.
+        master: its master, to read, ``None`` while it is frozen.
         state: what the inner optimizer holds for it now.
     """
 
     name: str
     param: nn.Parameter
-    master: nn.Parameter | None
+    master: Tensor | None
     state: Mapping[str, Any]
 
 

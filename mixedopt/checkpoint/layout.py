@@ -86,7 +86,7 @@ def pack(inner: torch.optim.Optimizer, places: Sequence[Place], extras: Mapping[
     shown = _shown(inner, places)
     for index, place in enumerate(places):
         if place.master is not None:
-            state[index] = {"master": place.master.detach(), **shown.get(index, {}), **state.get(index, {})}
+            state[index] = {"master": place.master, **shown.get(index, {}), **state.get(index, {})}
     fresh = [places[index].name for index in shown]
     about = {"format": FORMAT, "optimizer": type(inner).__name__, "fresh": fresh, **extras}
     groups = [dict(group) for group in written.get("param_groups", [{"params": list(range(len(places)))}])]
