@@ -9,6 +9,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from pairs import Bench
 
+from mixedopt import assembly
+
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
 settings.register_profile("dev", max_examples=50, **COMMON)
 settings.register_profile("ci", max_examples=100, **COMMON)
@@ -31,6 +33,14 @@ def device() -> torch.device:
     """The device that the suite runs on: ``MIXEDOPT_DEVICE``, else a GPU if there is one."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(os.environ.get("MIXEDOPT_DEVICE", default))
+
+
+@pytest.fixture(autouse=True)
+def _eager_unless_named(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too, a test that names no tier is about the eager one, whose laws are bit for bit."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("auto") is None:
+        choose = assembly.choose
+        monkeypatch.setattr(assembly, "choose", lambda tier, asked: choose("eager" if tier == "auto" else tier, asked))
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

