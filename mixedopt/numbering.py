@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -88,7 +90,7 @@ class AddressTable:
         for first, part in numbering.spread(addresses):
             numbered[first : first + len(part)] = array.array("q", part)
         fresh = torch.frombuffer(numbered, dtype=torch.int64)
-        self.aligned = not bool((fresh & 15).any())
+        self.aligned = not functools.reduce(operator.or_, addresses, 0) & 15
         if numbering.home.type == "cuda":
             fresh = self._pinned(fresh)
         # A new tensor each time: a graph that was captured keeps the one that it has.

