@@ -21,6 +21,9 @@ from mixedopt.judgement import Rules, Standing, judge, rules_of
 from mixedopt.loss_scale import init_state
 
 CPU = torch.device("cpu")
+# Torch's fused SGD divides by the scale in double on a GPU and goes on from there; a rule rounds in other places. One
+# unit in the last place of a weight near 1, in each of the steps.
+ROUNDINGS = 16 * 2.0**-22
 MAKES = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, dampening=0.1, fused=True),
@@ -105,8 +108,10 @@ def test_a_run_goes_as_in_the_eager_tier(
         found[-1] += (masters_of(optimizer),)
         assert optimizer.tier == each
     assert found[0][:4] == found[1][:4]
-    if tier == "fused":
+    if tier == "fused" and (name == "AdamW" or device.type == "cpu"):
         assert_same(found[0][4], found[1][4])
+    for key, value in found[0][4].items():
+        assert torch.allclose(value, found[1][4][key], rtol=ROUNDINGS, atol=ROUNDINGS), key
 
 
 @pytest.mark.parametrize("name", MAKES)
