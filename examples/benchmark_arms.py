@@ -216,17 +216,27 @@ def warm_up(step: TrainStep, batch: Batch) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A graph, and the step whose tensors it reads and writes: they must stay alive."""
+
+    step: TrainStep
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run the iteration; the batch is read where it was at the capture."""
+        self.graph.replay()
+        return self.loss
+
+
 def captured(step: TrainStep, batch: Batch) -> TrainStep:
     """Capture ``step``; what is returned reads the batch where it lies, and returns the same tensor each time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step(*batch)
 
-    def replay(x: Tensor, y: Tensor) -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
+    return Captured(step, graph, loss)
 
 
 # -- what holds around an arm ----------------------------------------------------------------------------------------

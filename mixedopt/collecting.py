@@ -26,6 +26,7 @@ THERE = 16  # the address of a gradient of no values
 # Mapped over many tensors: half the time of a comprehension.
 POINTER: Any = Tensor.data_ptr
 STRIDE: Any = Tensor.stride
+CONTIGUOUS: Any = Tensor.is_contiguous
 DTYPE = operator.attrgetter("dtype")
 
 
@@ -119,6 +120,7 @@ class Collector:
         self._slots = [slot for bucket in buckets for slot in bucket.layout.slots]
         self._dtypes = [bucket.dtype for bucket in buckets]
         self._strides = [slot.stride for slot in self._slots]
+        self._contiguous = all(torch.empty(s.shape, device="meta").stride() == s.stride for s in self._slots)
         self._dtype_of = [bucket.dtype for bucket in buckets for _ in bucket.params]
         self._empty = [number for number, slot in enumerate(self._slots) if not slot.numel]
         self._all = (True,) * len(self._slots)
@@ -135,7 +137,9 @@ class Collector:
         flat = list(itertools.chain.from_iterable(grads))
         try:  # the common case, in few calls: all are there, laid out as their slots are
             addresses: list[int] = list(map(POINTER, flat))
-            if list(map(STRIDE, flat)) == self._strides and list(map(DTYPE, flat)) == self._dtype_of:
+            # Their shapes are the parameters'; if those of both are contiguous, so are their places in memory.
+            alike = all(map(CONTIGUOUS, flat)) if self._contiguous else list(map(STRIDE, flat)) == self._strides
+            if alike and list(map(DTYPE, flat)) == self._dtype_of:
                 return self._with_empty(Waiting(addresses, self._all, self._dtypes, flat))
         except (TypeError, RuntimeError):  # some are absent, or sparse
             if any(grad is not None and grad.layout != torch.strided for grad in flat):

@@ -73,6 +73,7 @@ class Bucket:
             self.flat_model = self.flat_master.to(dtype)
             for param, view in zip(self.params, self.layout.model_views(self.flat_model), strict=True):
                 param.data = view
+        self._versions: list[int] = []
         self._note_storage()
         self._master_pointers = list(map(Tensor.data_ptr, self.masters))
         self.flat_remainder: Tensor | None = None
@@ -160,7 +161,10 @@ class Bucket:
         )
         torch.autograd.graph.increment_version(params)
         self._sum = None
-        self._versions = list(map(_VERSION, self.params))
+        if moved is None:  # by one, each; half the time of asking
+            self._versions = [version + 1 for version in self._versions]
+        else:
+            self._versions = list(map(_VERSION, self.params))
 
     def _publish_rows_(self, moved: Sequence[Moved]) -> None:
         """Write the slots between those of which only rows have changed, and these rows."""
