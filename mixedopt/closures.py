@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixedopt.bucket import HALF_DTYPES, Moved
 from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
 from mixedopt.errors import StepOrderError
 from mixedopt.groups import is_torchs
 from mixedopt.loss_scale import DynamicLossScale
-from mixedopt.masters import HALF_DTYPES, MasterWeights, Moved
+from mixedopt.masters import MasterWeights
 from mixedopt.report import StepReport
 
 Closure = Callable[[], Any]

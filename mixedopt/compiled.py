@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixedopt.bucket import Bucket
 from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
 from mixedopt.flat import ALIGNMENT
 from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.gradients import clip_factor
 from mixedopt.groups import has_hooks
-from mixedopt.masters import Bucket
 from mixedopt.rules import Rule, rule_for
 
 RECOMPILE_LIMIT = 256

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mixedopt.bucket import Moved
 from mixedopt.decision import Decision, Evidence, decide
 from mixedopt.distributed import several_ranks
 from mixedopt.flat import Kind
@@ -28,7 +29,7 @@ from mixedopt.loss_scale import (
     state_from_dict,
     state_to_dict,
 )
-from mixedopt.masters import MasterWeights, Moved
+from mixedopt.masters import MasterWeights
 from mixedopt.report import StepReport
 from mixedopt.rollback import NormStatistics, Snapshot
 from mixedopt.scaler import HOST, LossScaler

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mixedopt.masters import HALF_DTYPES, MasterWeights
+from mixedopt.bucket import HALF_DTYPES
+from mixedopt.masters import MasterWeights
 from mixedopt.naming import canonical, wrappers
 from mixedopt.policy import remove_casts_, unwrap
 

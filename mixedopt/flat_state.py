@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixedopt.masters import Bucket
+from mixedopt.bucket import Bucket
 from mixedopt.rules import Rule
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from mixedopt.bucket import Bucket
 from mixedopt.gradients import GradientBuffer, is_finite, largest, widen_sparse
-from mixedopt.masters import Bucket
 
 
 class Store:

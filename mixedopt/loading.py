@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mixedopt.bucket import HALF_DTYPES, beyond_range, unfit_error
 from mixedopt.casting import WeakHook, hookable
-from mixedopt.masters import HALF_DTYPES, MasterWeights, beyond_range, unfit_error
+from mixedopt.masters import MasterWeights
 
 
 class Fp32Loads:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mixedopt.masters import Bucket
+from mixedopt.bucket import Bucket
 from mixedopt.pieces import Pieces, plan_pieces
 
 PIECE = 4096  # values that one program of a kernel works on

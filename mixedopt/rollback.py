@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from mixedopt.bucket import Bucket
 from mixedopt.casting import WeakHook
 from mixedopt.copies import copied
 from mixedopt.groups import nested
-from mixedopt.masters import Bucket
 
 
 class NormStatistics:

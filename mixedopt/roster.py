@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt import validate
+from mixedopt.bucket import HALF_DTYPES
 from mixedopt.checkpoint import Place
 from mixedopt.groups import GroupView, rekey_
-from mixedopt.masters import HALF_DTYPES, MasterWeights
+from mixedopt.masters import MasterWeights
 
 
 class Roster:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixedopt.bucket import HALF_DTYPES
 from mixedopt.distributed import several_ranks
 from mixedopt.errors import StepOrderError, shown
 from mixedopt.flat import plan_layout
 from mixedopt.groups import is_wrapped
-from mixedopt.masters import HALF_DTYPES
 from mixedopt.naming import canonical, wrappers
 from mixedopt.policy import CastPolicy, PolicyHandle, check_dtype, check_model_and_policy
 from mixedopt.scaler import LossScaler

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from mixedopt.bucket import Bucket, Moved
 from mixedopt.errors import StepOrderError
 from mixedopt.flat import Kind
 from mixedopt.gradients import GradientBuffer, global_norm, largest, widen_sparse
 from mixedopt.holding import HeldGradients, join
-from mixedopt.masters import Bucket, MasterWeights, Moved
+from mixedopt.masters import MasterWeights
 
 # (micro-steps in the sum, micro-steps of the window) -> factor on the sum.
 DropRule = Callable[[int, int], float]

@@ -13,7 +13,8 @@ from strategies import Bag, bags
 from torch import Tensor, nn
 
 from mixedopt import CastPolicy, MixedPrecisionOptimizer
-from mixedopt.masters import Bucket, MasterWeights
+from mixedopt.bucket import Bucket
+from mixedopt.masters import MasterWeights
 
 CPU = torch.device("cpu")
 # Between two looks for a weight beyond the half range, in applied steps.

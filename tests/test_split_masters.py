@@ -29,7 +29,8 @@ from resume import Run, Script
 from torch import Tensor, nn
 
 from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale
-from mixedopt.masters import Bucket, MasterWeights
+from mixedopt.bucket import Bucket
+from mixedopt.masters import MasterWeights
 from mixedopt.split import join, remainder_of
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixedopt.bucket import HALF_DTYPES
 from mixedopt.checkpoint.check import differences
 from mixedopt.checkpoint.layout import Checkpoint
 from mixedopt.copies import copied
 from mixedopt.errors import CheckpointError
-from mixedopt.masters import HALF_DTYPES
 
 log = logging.getLogger("mixedopt")
 

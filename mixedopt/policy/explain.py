@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mixedopt.bucket import HALF_DTYPES, beyond_range
 from mixedopt.casting import RootOutputs
 from mixedopt.functions import not_in_place, spelt
-from mixedopt.masters import HALF_DTYPES, beyond_range
 from mixedopt.policy.dry_run import Calls, dry_run, rule_name
 from mixedopt.policy.handle import PLAIN, PolicyHandle, check_model_and_policy, unwrap
 from mixedopt.policy.plan import CastPlan, Decision, plan_casts

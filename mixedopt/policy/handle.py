@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from mixedopt import scopes
+from mixedopt.bucket import HALF_DTYPES
 from mixedopt.casting import (
     CastInputs,
     CastOutputs,
@@ -30,7 +31,7 @@ from mixedopt.casting import (
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
 from mixedopt.flat import plan_layout
-from mixedopt.masters import HALF_DTYPES, MasterWeights
+from mixedopt.masters import MasterWeights
 from mixedopt.norms import MIXED
 from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
 from mixedopt.policy.ranks import QUANTISED

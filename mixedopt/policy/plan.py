@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from mixedopt.bucket import HALF_DTYPES, beyond_range, unfit_error
 from mixedopt.casting import CastInputs, CastOutputs
 from mixedopt.functions import SOFTMAX as SOFTMAX_FUNCTIONS
 from mixedopt.functions import mentions
-from mixedopt.masters import HALF_DTYPES, beyond_range, unfit_error
 from mixedopt.norms import MIXED, NATIVE
 from mixedopt.policy.ranks import EVERYTHING, FP32_BUFFERS, QUANTISED, Ranks, has_forward, is_atomic, used_by
 from mixedopt.policy.rule import Rule
