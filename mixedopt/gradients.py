@@ -19,6 +19,8 @@ ROW = 512
 ROW_ON_GPU = 4096
 # Values per row of a compiled sum over half values, whose lanes add up 64 terms at most.
 ROW_OF_HALF = 1024
+# From this norm on, squares that vanish in fp32, or are flushed to zero, do not count: at most 2**-126 each.
+PLAIN = 2.0**-32
 # Under this norm squares may have underflowed in fp32.
 TINY = 2.0**-50
 # Values widened at once by the exact norm.
@@ -233,7 +235,7 @@ def half_norm(flat: Tensor, squares: Callable[[Tensor], Tensor] = row_squares) -
     whole = flat.numel() // ROW_OF_HALF * ROW_OF_HALF
     total = squares(flat[:whole].view(-1, ROW_OF_HALF)).double().sum() + flat[whole:].double().square().sum()
     norm = total.sqrt()
-    within = flat.dtype == torch.float16 or TINY <= float(norm) <= FP32_MAX
+    within = flat.dtype == torch.float16 or PLAIN <= float(norm) <= FP32_MAX
     return norm if within else exact_norm(flat)
 
 
