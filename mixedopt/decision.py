@@ -2,22 +2,21 @@
 
 The loss scale of the eager tier lives on the host, where the decision is made:
 its few scalar operations cost microseconds there and a launch each on a GPU.
-What can be told from plain numbers is: after a pass over the gradients, a
-tensor operation costs the host tens of microseconds, its code being out of the
-caches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mixedopt.gradients import may_overflow
+from mixedopt.gradients import is_finite, may_overflow
 from mixedopt.loss_scale import LossScaleConfig, LossScaleState, update
+
+# The answers, in the order of their bits.
+_BITS = torch.tensor([1, 2, 4, 8, 16, 32], device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,17 @@ class Evidence:
     before_edits: Tensor | None
     largest_half: Tensor | None
 
-    def read(self) -> tuple[float, bool, float, float]:
-        """Bring all to the host at once, as plain numbers, 0 for what is not there.
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Bring all to the host at once, 0 for what is not there.
 
         Syncs: one copy from the device.
         """
         fields = (self.norm, self.unsure, self.before_edits, self.largest_half)
         # What is not there takes no part: a copy to the device would be a sync.
-        values = iter(torch.stack([field.to(self.norm) for field in fields if field is not None]).tolist())
-        norm, unsure, before_edits, largest_half = (0.0 if field is None else next(values) for field in fields)
+        there = torch.stack([field.to(self.norm) for field in fields if field is not None]).to("cpu")
+        values = iter(there.unbind())
+        zero = torch.zeros_like(there[0])
+        norm, unsure, before_edits, largest_half = (zero if field is None else next(values) for field in fields)
         return norm, unsure != 0, before_edits, largest_half
 
 
@@ -54,7 +55,7 @@ class Decision:
     """What became of the evidence.
 
     Attributes:
-        norm: the evidence's, on the host, 0-d, of its dtype.
+        norm: the evidence's, on the host, 0-d.
         inverse: what the gradients are still to be multiplied by, fp32, 0-d.
         following: the state of the loss scale after this step.
         skip: True iff the step is not taken.
@@ -103,20 +104,19 @@ def decide(
     """
     norm, unsure, before_edits, largest_half = evidence.read()
     if nothing_kept:
-        norm = math.nan
-    skip = not ((math.isfinite(norm) or unsure) and math.isfinite(before_edits))
-    found_inf = dropped or skip
-    following = update(config, state, torch.tensor(found_inf, device="cpu"))
+        norm = torch.full_like(norm, torch.nan)
+    skip = ~((is_finite(norm) | unsure) & is_finite(before_edits))
+    found_inf = torch.ones_like(skip) if dropped else skip
+    following = update(config, state, found_inf)
     if dropped:  # a window that lost some micro-steps is no skip
         following = dataclasses.replace(following, floor_skips=following.floor_skips * skip)
-    return Decision(
-        torch.tensor(norm, dtype=evidence.norm.dtype, device="cpu"),
-        inverse,
-        following,
-        skip=skip,
-        found_inf=found_inf,
-        exhausted=int(following.floor_skips) >= config.max_consecutive_skips,
-        ambiguous=not skip and (unsure or may_overflow(norm, float(inverse))),
-        unfit=largest_half == math.inf,
-        scaled=float(state.scale) != 1.0,
-    )
+    answers = [
+        skip,
+        found_inf,
+        following.floor_skips >= config.max_consecutive_skips,
+        ~skip & (unsure | may_overflow(norm, inverse)),
+        largest_half == torch.inf,
+        state.scale != 1.0,
+    ]
+    read = int((torch.stack(answers) * _BITS).sum().item())
+    return Decision(norm, inverse, following, *(bool(read >> bit & 1) for bit in range(len(answers))))

@@ -281,16 +281,16 @@ def clip_factor(norm: Tensor, inverse: Tensor, max_grad_norm: float | Tensor) ->
     return (inverse * coefficient).float()
 
 
-def may_overflow(norm: float, inverse: float) -> bool:
-    """Return True iff some g/S *may* lie beyond fp32's range.
+def may_overflow(norm: Tensor, inverse: Tensor) -> Tensor:
+    """Return True (bool, 0-d) iff some g/S *may* lie beyond fp32's range.
 
     With S >= 1 that is impossible; under 1 it is ruled out by a small norm.
 
     Args:
         norm: global norm of the scaled gradients, finite or not.
-        inverse: 1/S.
+        inverse: 1/S, fp32, 0-d.
     """
-    return not norm * inverse <= FP32_MAX
+    return ~(norm * inverse <= FP32_MAX)
 
 
 def is_finite(norm: Tensor) -> Tensor:

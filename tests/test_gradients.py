@@ -374,7 +374,7 @@ def test_unscale_after_scale_is_identity_for_powers_of_two(gradient: float, expo
 def test_overflow_of_g_over_s_is_never_overlooked(value: float, scale: float) -> None:
     """If g/S is inf in fp32, ``may_overflow`` says so; with S >= 1 it never does."""
     flat, factor = torch.tensor([value]), torch.tensor(scale)
-    suspected = may_overflow(norm_of(flat), float(unscale_factor(factor)))
+    suspected = bool(may_overflow(torch.tensor(norm_of(flat), dtype=torch.float64), unscale_factor(factor)))
 
     assert suspected or bool((flat * unscale_factor(factor)).isfinite().all())
     assert not suspected or scale < 1
