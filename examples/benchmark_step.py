@@ -2,7 +2,8 @@
 
 Each arm does the work that follows ``backward`` with the same optimizer:
 
-- ``bare fp32``: ``optimizer.step()`` on fp32 parameters, nothing else;
+- ``bare fp32``: ``optimizer.step()`` on fp32 parameters, nothing else; on a CPU also with torch's fused kernel
+  (``bare fused``), whatever ``--implementation`` says;
 - ``torch.amp``: GradScaler's unscale, ``clip_grad_norm_``, step, update, on fp32 parameters; on a GPU also with torch's
   fused kernel, whatever ``--implementation`` says;
 - ``mixedopt``: ``MixedPrecisionOptimizer(max_grad_norm=...)`` on half parameters, ``tier="eager"``;
@@ -269,26 +270,28 @@ def what(setup: Setup) -> str:
 
 def default_arms(setup: Setup) -> dict[str, Spec]:
     """Return the arms that say something here."""
-    extra = setup.device.type == "cuda" and setup.implementation != "fused"
-    return {name: spec for name, spec in ARMS.items() if extra or name != "torch.amp fused"}
+    other = "bare fused" if setup.device.type == "cuda" else "torch.amp fused"
+    left_out = ("bare fused", "torch.amp fused") if setup.implementation == "fused" else (other,)
+    return {name: spec for name, spec in ARMS.items() if name not in left_out}
 
 
 def arms_table(setup: Setup, show: Show) -> dict[str, float]:
     """Show the first table; return name of ratio -> median."""
     found = compare(setup, default_arms(setup))
+    bases = [name for name in ("bare fp32", "bare fused", "torch.amp") if name in found.seconds]
     rows, ratios = [], {}
     for name, times in found.seconds.items():
         low, middle, high = (value * 1e3 for value in reports.spread(times))
-        to_bare, to_amp = found.ratio(name, "bare fp32"), found.ratio(name, "torch.amp")
-        figures = f"{middle:.2f}", f"{low:.2f} - {high:.2f}", f"{to_bare:.2f}", f"{to_amp:.2f}"
+        to = {base: found.ratio(name, base) for base in bases}
+        figures = f"{middle:.2f}", f"{low:.2f} - {high:.2f}", *(f"{ratio:.2f}" for ratio in to.values())
         rows.append([name, *figures, ""])
-        ratios[f"{name} / bare fp32"], ratios[f"{name} / torch.amp"] = to_bare, to_amp
-    rows += refused_rows(found, 4)
+        ratios |= {f"{name} / {base}": ratio for base, ratio in to.items()}
+    rows += refused_rows(found, 2 + len(bases))
     title = (
         f"Step: {what(setup)}, clip but for the bare step, "
         f"{len(setup.shapes)} tensors, {setup.parameters / 1e6:g} M parameters, {setup.rounds} rounds"
     )
-    head = ["", "ms, median", "quartiles", "x bare fp32", "x torch.amp", ""]
+    head = ["", "ms, median", "quartiles", *(f"x {base}" for base in bases), ""]
     show({"title": title, "head": head, "rows": rows, "data": found.seconds})
     return ratios
 

@@ -69,6 +69,7 @@ class Arm:
 # name -> arm, in the order of the tables
 ARMS = {
     "bare fp32": Spec("bare", clip=False),
+    "bare fused": Spec("bare", clip=False, fused=True),
     "torch.amp": Spec("amp"),
     "torch.amp fused": Spec("amp", fused=True),
     "mixedopt": Spec("mixedopt"),

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,12 @@ from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
 from mixedopt.flat import ALIGNMENT
 from mixedopt.flat_state import FlatState, hand_over_
-from mixedopt.gradients import clip_factor
+from mixedopt.gradients import ROW_OF_HALF, clip_factor, half_norm, row_squares
 from mixedopt.groups import has_hooks
 from mixedopt.rules import Rule, rule_for
 
 RECOMPILE_LIMIT = 256
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,14 @@ class CompiledTier(EagerTier):
         self._states: list[CountedState] = []
         self._adopted: tuple[Any, tuple[int, ...]] | None = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
-        self._compiled = compiled(rule)
+        self._compiled = compiled(rule.step_)
+        self._squares = compiled(row_squares)
+
+    def _norm(self, *, exact: bool) -> tuple[Tensor, Tensor]:
+        return self.window.norm(exact=exact, norm_of_half=self._norm_of_half)
+
+    def _norm_of_half(self, flat: Tensor) -> Tensor:
+        return half_norm(flat, self._squares)
 
     def _apply_(self, decision: Decision) -> None:
         if not self._covers():
@@ -255,9 +263,11 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
         try:
             # Half and fp32, devices: more kinds of arguments than Dynamo allows by itself.
             with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-                for grad in {master.dtype, dtype if device.type == "cuda" else master.dtype}:
-                    numbers = torch.zeros(count, device=device)
-                    compiled(rule)(torch.zeros_like(master, dtype=grad), numbers, master, model, *state)
+                for kind in {master.dtype, dtype}:
+                    grad, numbers = torch.zeros_like(master, dtype=kind), torch.zeros(count, device=device)
+                    compiled(rule.step_)(grad, numbers, master, model, *state)
+                if model is not None and device.type == "cpu":
+                    compiled(row_squares)(model.new_zeros(2, ROW_OF_HALF))
         except Exception as error:
             raise ValueError(
                 f"MixedPrecisionOptimizer(tier='compiled'): torch.compile does not work for {device} here "
@@ -266,7 +276,11 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     return rule
 
 
-def compiled(rule: Rule) -> Callable[..., None]:
-    """Return the compiled step; sizes and numbers may change without another compilation."""
-    step: Callable[..., None] = torch.compile(rule.step_, dynamic=True, fullgraph=True)
-    return step
+def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return the compiled function; sizes and numbers may change without another compilation.
+
+    A CPU has its loops shared out among as many threads as there are when it is called. By itself the compiler settles
+    that once, by the sizes that it sees first.
+    """
+    options: dict[str, Any] = {"cpp.dynamic_threads": True}
+    return torch.compile(function, dynamic=True, fullgraph=True, options=options)

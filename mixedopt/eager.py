@@ -290,7 +290,7 @@ class EagerTier:
         self.masters.adopt_edits_()
 
     def _decide(self, inverse: Tensor, *, exact: bool = False) -> Decision:
-        evidence = Evidence(*self.window.norm(exact=exact), self._before_edits, self._largest_half)
+        evidence = Evidence(*self._norm(exact=exact), self._before_edits, self._largest_half)
         window = self.window
         return decide(
             self.scaler.config,
@@ -300,6 +300,10 @@ class EagerTier:
             dropped=window.dropped > 0,
             nothing_kept=window.kept == 0,
         )
+
+    def _norm(self, *, exact: bool) -> tuple[Tensor, Tensor]:
+        """Return the gradients' global norm, and True iff unsure, 0-d."""
+        return self.window.norm(exact=exact)
 
     def _apply_(self, decision: Decision) -> None:
         self.prepare_(decision)

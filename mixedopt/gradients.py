@@ -6,7 +6,7 @@ finite exactly when every gradient is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from mixedopt.flat import Layout
 # equal values, 3e-7 at 512); shorter ones cost time. A GPU sums as a tree.
 ROW = 512
 ROW_ON_GPU = 4096
+# Values per row of a compiled sum over half values, whose lanes add up 64 terms at most.
+ROW_OF_HALF = 1024
+# From this norm on, squares that vanish in fp32, or are flushed to zero, do not count: at most 2**-126 each.
+PLAIN = 2.0**-32
 # Under this norm squares may have underflowed in fp32.
 TINY = 2.0**-50
 # Values widened at once by the exact norm.
@@ -193,6 +197,48 @@ def quick_norm(flat: Tensor, *, within_fp32: bool) -> tuple[Tensor, Tensor]:
     return norm, ~is_finite(norm) & is_finite(suspect)
 
 
+def row_squares(rows: Tensor) -> Tensor:
+    """Return the sum of squares of each row, added up in fp32.
+
+    Under torch.compile it is one pass over memory, which torch's own norm of
+    half values is not.
+
+    Args:
+        rows: half, 2-d. Not modified.
+
+    Returns:
+        fp32, 1-d.
+
+    Syncs: none.
+    """
+    return rows.float().square().sum(dim=1)
+
+
+def half_norm(flat: Tensor, squares: Callable[[Tensor], Tensor] = row_squares) -> Tensor:
+    """Return the L2 norm of half values on a CPU, whatever their magnitudes.
+
+    Relative error below 1e-6; finite iff every value is. Squares of fp16 values
+    stay inside fp32. Those of bf16 values that do not are measured again, which
+    costs several passes: the host knows at once whether that is needed.
+
+    Args:
+        flat: half, 1-d, on a CPU, in the scaled unit. Not modified.
+        squares: ``row_squares``, compiled or not.
+
+    Returns:
+        0-d, fp64.
+
+    Syncs: none, on a CPU.
+    """
+    if flat.numel() <= SMALL:
+        return _l2(flat.double())
+    whole = flat.numel() // ROW_OF_HALF * ROW_OF_HALF
+    total = squares(flat[:whole].view(-1, ROW_OF_HALF)).double().sum() + flat[whole:].double().square().sum()
+    norm = total.sqrt()
+    within = flat.dtype == torch.float16 or PLAIN <= float(norm) <= FP32_MAX
+    return norm if within else exact_norm(flat)
+
+
 def exact_norm(flat: Tensor) -> Tensor:
     """Return the L2 norm, relative error below 1e-6, whatever the magnitudes.
 
@@ -200,7 +246,7 @@ def exact_norm(flat: Tensor) -> Tensor:
     Costs several passes; 0-d, in ``wide_dtype``.
 
     Args:
-        flat: fp32, 1-d.
+        flat: fp32 or half, 1-d.
 
     Syncs: none.
     """

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mixedopt.bucket import Bucket, Moved
+from mixedopt.bucket import HALF_DTYPES, Bucket, Moved
 from mixedopt.errors import StepOrderError
 from mixedopt.flat import Kind
 from mixedopt.gradients import GradientBuffer, global_norm, largest, widen_sparse
 from mixedopt.holding import HeldGradients, join
 from mixedopt.masters import MasterWeights
 
+# A flat half buffer -> its L2 norm, fp64, 0-d.
+NormOfHalf = Callable[[Tensor], Tensor]
 # (micro-steps in the sum, micro-steps of the window) -> factor on the sum.
 DropRule = Callable[[int, int], float]
 STALE = (
@@ -47,7 +49,7 @@ class Window:
         gradients: who holds them during backward, as in the optimizer.
         drop_rule: drop bad micro-steps alone.
         narrow: gradients that autograd holds are gathered as they are, half,
-            on a GPU, and widened only if they are to be multiplied or exposed.
+            and widened only if they are to be multiplied or exposed.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Window:
         for bucket in self._masters.buckets[len(self._buffers) :]:
             buffer = GradientBuffer(bucket.layout, bucket.device)
             self._buffers.append(buffer)
-            narrow = self._may_be_narrow and bucket.is_half and bucket.device.type == "cuda"
+            narrow = self._may_be_narrow and bucket.is_half
             self._half_buffers.append(GradientBuffer(bucket.layout, bucket.device, bucket.dtype) if narrow else None)
             if self._held is not None:
                 self._held.follow_(bucket, buffer)
@@ -184,16 +186,24 @@ class Window:
             for param in bucket.params:
                 param.grad = None
 
-    def norm(self, *, exact: bool = False) -> tuple[Tensor, Tensor]:
+    def norm(self, *, exact: bool = False, norm_of_half: NormOfHalf | None = None) -> tuple[Tensor, Tensor]:
         """Return the global norm in the gradients' unit, and True iff unsure.
 
         Both 0-d, on the first bucket's device. Syncs: none.
+
+        Args:
+            exact: as in ``global_norm``.
+            norm_of_half: measures half buffers on a CPU, to be trusted.
         """
         # Squares of scaled fp16 gradients stay inside fp32; sums of them and the user's edits need not.
         single = self._held is None and not self.unscaled
         within = [bucket.dtype == torch.float16 and single for bucket in self._masters.buckets]
         within += [False] * len(self._sparse_values)
-        return global_norm(self._flats(), within_fp32=within, exact=exact)
+        flats = self._flats()
+        for index, flat in enumerate(flats):
+            if norm_of_half is not None and flat.dtype in HALF_DTYPES and flat.device.type == "cpu":
+                flats[index], within[index] = norm_of_half(flat).view(1), True
+        return global_norm(flats, within_fp32=within, exact=exact)
 
     def flats(self) -> list[Tensor]:
         """Return the flat buffer of each bucket, fp32 or half, in the gradients' unit."""
@@ -307,7 +317,7 @@ class Window:
             for index, (half, buffer) in enumerate(zip(self._half_buffers, self._buffers, strict=True)):
                 if half is not None:
                     self._views[index] = buffer.gather_(self._views[index])
-                    half.release(keep=False)
+                    half.release(keep=True)
             self._narrow = False
 
     def _gather_(self, grads: list[list[Tensor | None]]) -> list[list[Tensor | None]]:

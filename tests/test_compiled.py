@@ -28,11 +28,14 @@ from models import (
 )
 from strategies import bags
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale, register_rule, tiers
-from mixedopt.compiled import runs_of
+from mixedopt.compiled import RECOMPILE_LIMIT, compiled, runs_of
 from mixedopt.copies import mapped
-from mixedopt.gradients import GradientBuffer
+from mixedopt.decision import decide
+from mixedopt.flat import ALIGNMENT
+from mixedopt.gradients import ROW_OF_HALF, GradientBuffer, row_squares
 from mixedopt.masters import MasterWeights
 from mixedopt.rules import RULES, rule_for
 
@@ -383,6 +386,54 @@ def test_gradients_gathered_in_half_give_the_same_bits(device: torch.device, dty
         assert (optimizer.applied_steps, rows.applied_steps) == (7, 6)
         found.append({**masters_of(optimizer), **masters_of(rows)})
     assert_same(*found)
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**-60, 1.0, 2.0**60, 2.0**100])
+def test_gradients_of_any_magnitude_are_judged_at_once(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: no second look, no fp32 copy of bf16 gradients; steps and norm are those of the eager tier."""
+    judged: list[str] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        judged.append(tier)
+        return decide(*args, **kwargs)
+
+    monkeypatch.setattr("mixedopt.eager.decide", counted)
+    found, norms = [], []
+    for tier in ("eager", "compiled"):
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (30_000, 70)]
+        inner = torch.optim.AdamW(params, lr=1e-2)
+        optimizer = MixedPrecisionOptimizer(inner, loss_scale=1.0, max_grad_norm=0.5, tier=tier)
+        for _ in range(2):
+            for param in params:
+                param.grad = (torch.randn(param.shape, generator=generator) * size).to(param.dtype)
+            optimizer.step()
+        assert optimizer.applied_steps == 2
+        found.append(masters_of(optimizer))
+        norms.append(optimizer.last_step.grad_norm)
+    assert judged.count("compiled") == 2
+    assert all(buffer._flat is None for buffer in optimizer._tier.window._buffers)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    for key, value in found[0].items():
+        assert ulps(found[1][key], value, value.abs().max()) <= 2 * PARAM_ULPS, key
+
+
+@pytest.mark.parametrize("size", [2 * ALIGNMENT, 2**15])
+def test_loops_are_shared_out_whatever_was_compiled_first(size: int, dtype: torch.dtype) -> None:
+    """On a CPU the threads there are at the call take part, also when small tensors, or one thread, came first."""
+    rule = RULES[torch.optim.AdamW][0]
+    numbers = torch.zeros(9)
+    master, *state = (torch.zeros(size) for _ in range(3))
+    for function, args in (
+        (rule.step_, (master.to(dtype), numbers, master, master.to(dtype), *state)),
+        (row_squares, (torch.zeros(size // ALIGNMENT, ROW_OF_HALF, dtype=dtype),)),
+    ):
+        torch._dynamo.reset()
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            _, code = run_and_get_code(compiled(function), *args)
+        assert [line.strip() for line in "".join(code).splitlines() if "omp parallel" in line] == [
+            "#pragma omp parallel"
+        ]
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "ASGD"])

@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, StaticLossScale
 from mixedopt.flat import plan_layout
-from mixedopt.gradients import GradientBuffer, clip_factor, global_norm, may_overflow, unscale_factor
+from mixedopt.gradients import (
+    ROW_OF_HALF,
+    SMALL,
+    GradientBuffer,
+    clip_factor,
+    global_norm,
+    half_norm,
+    may_overflow,
+    row_squares,
+    unscale_factor,
+)
 
 CPU = torch.device("cpu")
 # What both norms promise: the quick one sums in fp32 within short rows, and in fp64 above.
@@ -156,6 +166,58 @@ def test_norm_is_finite_iff_every_element_is(
         flat[data.draw(st.integers(0, size - 1))] = value
 
     assert not any(math.isfinite(norm) for norm in norms_of(flat[:cut], flat[cut:]))
+
+
+LARGE = [SMALL + 1, SMALL + ROW_OF_HALF, 2 * SMALL - 1]
+
+
+@given(
+    size=st.sampled_from([0, 1, SMALL, *LARGE]),
+    runs=st.lists(st.tuples(st.just(0) | st.integers(0, 2**15), st.integers(-134, 127)), max_size=4),
+    bad=st.lists(st.sampled_from(BAD), max_size=2),
+    seed=st.integers(0, 2**31),
+)
+def test_norm_of_half_values_is_right_and_finite_iff_they_are(
+    dtype: torch.dtype, size: int, runs: list[tuple[int, int]], bad: list[float], seed: int
+) -> None:
+    """From subnormal numbers to the largest, in one buffer or not, never unsure: an fp64 norm, in relative terms."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(size, generator=generator, dtype=torch.float64)
+    for start, exponent in runs:
+        wide[start:] *= 2.0**exponent / float(wide[start:].abs().max() if wide[start:].numel() else 1.0)
+    limit = torch.finfo(dtype).max
+    flat = wide.clamp(-limit, limit).to(dtype)
+    expected = float(torch.linalg.vector_norm(flat.double()))
+    found = half_norm(flat)
+    assert found.dtype == torch.float64
+    assert abs(expected - float(found)) <= NORM_ERROR * expected
+    if size and bad:
+        for value in bad:
+            flat[int(torch.randint(size, (), generator=generator))] = value
+        assert not math.isfinite(float(half_norm(flat)))
+
+
+@pytest.mark.parametrize("size", [*LARGE, 1_000_003])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1.9])
+def test_norm_of_equal_half_values_is_right(size: int, value: float, dtype: torch.dtype) -> None:
+    """The worst case of a long fp32 sum."""
+    flat = torch.full((size,), value, dtype=dtype)
+    expected = float(flat[0].double()) * math.sqrt(size)
+    assert abs(expected - float(half_norm(flat))) <= NORM_ERROR * expected
+
+
+@pytest.mark.parametrize("value", [6e-8, 1e-7, 1e-3, 1.0, 65504.0, 1e-30, 1e-12, 1e12, 1e30, 3e38, 0.0, math.inf])
+def test_half_values_are_measured_once_unless_their_squares_leave_fp32(
+    value: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fp16 values, whatever they are, and ordinary bf16 ones: one pass; it reads each value once."""
+    again: list[int] = []
+    monkeypatch.setattr("mixedopt.gradients.exact_norm", lambda flat: again.append(1) or flat.double().norm())
+    rows: list[int] = []
+    flat = torch.full((LARGE[-1],), value).to(dtype)
+    half_norm(flat, lambda part: rows.append(part.numel()) or row_squares(part))
+    assert [flat.numel() // ROW_OF_HALF * ROW_OF_HALF] == rows
+    assert bool(again) == (dtype == torch.bfloat16 and not 1e-11 < value < 1e17)
 
 
 @pytest.mark.parametrize("bad", BAD)
