@@ -399,6 +399,7 @@ def test_benchmark_checkpoint_prints_its_tables() -> None:
         "docs/checkpoint-format.md",
         "docs/from-other-tools.md",
         "docs/update-rules.md",
+        "docs/tiers.md",
     ],
 )
 def test_the_python_blocks_of_a_page_run(file: str) -> None:
