@@ -124,6 +124,7 @@ class Collector:
         self._dtype_of = [bucket.dtype for bucket in buckets for _ in bucket.params]
         self._empty = [number for number, slot in enumerate(self._slots) if not slot.numel]
         self._all = (True,) * len(self._slots)
+        self._places: dict[int, tuple[list[int], Tensor]] = {}
         self._evidence = [pieces.new_evidence() for pieces in self.numbering.pieces]
 
     def _waiting(self) -> Waiting | None:
@@ -206,11 +207,16 @@ class Collector:
         numbers = [number for number, slot in enumerate(slots) if there[number] and slot.numel]
         if numbers:
             views = [slots[number].view(flat) for number in numbers]
+            known, places = self._places.get(index, ([], evidence))
+            if known != numbers:  # an upload is a sync, so only when it must be
+                first = self.numbering.first_pieces(index)
+                places = torch.tensor([first[number] for number in numbers], device=flat.device)
+                self._places[index] = numbers, places
             norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
             peaks = torch.stack(torch._foreach_norm(views, torch.inf, dtype=torch.float64))
             peaks = torch.where(norms <= torch.finfo(torch.float64).max, peaks, torch.inf)
             squares = torch.where(peaks > 0, (norms / peaks).square(), 0.0)
-            evidence[:, self.numbering.first_pieces(index, numbers)] = torch.stack([peaks, squares]).float()
+            evidence[:, places] = torch.stack([peaks, squares]).float()
         return evidence
 
     def _part(self, index: int, each: Sequence) -> Sequence:  # type: ignore[type-arg]

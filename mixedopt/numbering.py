@@ -49,11 +49,10 @@ class Numbering:
             yield first, each[position : position + len(bucket.params)]
             position += len(bucket.params)
 
-    def first_pieces(self, index: int, slots: Sequence[int]) -> Tensor:
-        """Return of each slot of a bucket, none of them empty, the number of its first piece."""
-        plan = self._plans[index]
-        starts = {int(slot): piece for piece, slot in reversed(list(enumerate(plan.slot.tolist())))}
-        return torch.tensor([starts[slot] for slot in slots], device=self.buckets[index].device)
+    def first_pieces(self, index: int) -> dict[int, int]:
+        """Return for each slot of a bucket that is not empty the number of its first piece."""
+        slots = self._plans[index].slot.tolist()
+        return {int(slot): piece for piece, slot in reversed(list(enumerate(slots))) if slot >= 0}
 
     def name(self, number: int) -> str | None:
         """Return the name of the parameter in a slot, ``None`` if there is none."""
@@ -83,9 +82,11 @@ class AddressTable:
 
     def upload_(self, addresses: list[int]) -> None:
         """Bring the addresses of all slots to the devices, unless they are there. Syncs: none."""
-        if addresses == self._known:
-            return
         numbering = self._numbering
+        if addresses == self._known and not (
+            numbering.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
+            return
         numbered = array.array("q", bytes(8 * numbering.slots))
         for first, part in numbering.spread(addresses):
             numbered[first : first + len(part)] = array.array("q", part)

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from mixedopt.flat import plan_layout
-from mixedopt.gather_kernels import measure_
+from mixedopt.gather_kernels import gather_, measure_, restore_
 from mixedopt.judgement import Rules, Standing, judge
 from mixedopt.kernel_writer import TYPES, lines_of
 from mixedopt.launching import Launcher
@@ -307,6 +307,26 @@ def launch_plan(form: Form | None, tensors: Sequence[Tensor], slots: int) -> Non
 def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
     """Return the first arguments of the second kernel: which values a program steps."""
     return pieces.slot, pieces.start, pieces.within, pieces.count
+
+
+def try_judging(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Make and run what needs no rule: gathering to fp32, and the decision.
+
+    Raises:
+        Exception: whatever Triton or the compiler says.
+    """
+    pieces = plan_pieces(plan_layout([("", torch.zeros(64, device="cpu"))]), PIECE).to(device)
+    zeros = functools.partial(torch.zeros, device=device)
+    standing, rules = (zeros(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
+    with torch.cuda.device(device):
+        for dtype, aligned in itertools.product(dtypes, (True, False)):
+            grad, evidence = zeros(64, dtype=dtype), pieces.new_evidence()
+            addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
+            gather_(addresses, pieces, dtype, zeros(64), evidence, aligned)
+        signals, report = [zeros(4) for _ in range(4)], zeros(4, dtype=torch.float64)
+        launch_plan(None, (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report), 4)
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        restore_(signals[0], nothing, nothing, nothing)
 
 
 def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype], *, split: bool) -> None:

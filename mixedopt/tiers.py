@@ -116,7 +116,7 @@ def _fused(request: Request) -> Choice:
         )
     if request.on_host:
         raise ValueError(f"{who}: a SharedLossScale and drop_bad_micro_steps decide on the host. Use tier='eager'.")
-    kernels = request.on_gpu and has_triton()
+    kernels = request.on_gpu and has_triton() and _kernels_work(request)
     return Choice(functools.partial(FusedTier, kernels=kernels), home=_home(request.inner), kernels=kernels)
 
 
@@ -147,6 +147,19 @@ def _check_kernels(request: Request) -> Rule:
             "Install a C compiler, which Triton needs, or use tier='eager'."
         ) from error
     return rule
+
+
+def _kernels_work(request: Request) -> bool:
+    """True iff kernels can be made here; torch's operations serve without, in more passes."""
+    from mixedopt.step_kernels import try_judging
+
+    try:
+        for device in request.devices:
+            try_judging(device, request.dtypes)
+    except Exception as error:
+        logger.info("no kernels on %s, torch's operations instead: %s", device, str(error).splitlines()[0])
+        return False
+    return True
 
 
 def _home(inner: torch.optim.Optimizer) -> torch.device:

@@ -365,3 +365,32 @@ def test_a_model_on_two_devices(tier: str, dtype: torch.dtype) -> None:
         found.append([master.detach().cpu() for _, master in optimizer.named_masters()])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.auto
+def test_without_kernels_training_goes_on(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No C compiler, say: the fused tier by torch's operations, and still no sync."""
+
+    def fails(*args: object, **options: object) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(step_kernels, "try_kernels", fails)
+    monkeypatch.setattr(step_kernels, "try_judging", fails)
+    model = small()
+    with caplog.at_level(logging.INFO, logger="mixedopt"):
+        inner = torch.optim.AdamW(model.parameters(), **ADAMW)
+        optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, max_grad_norm=0.5)
+    assert "kernels cannot be made here (RuntimeError: no C compiler)" in caplog.text
+
+    def iteration(step: int) -> None:
+        x, y = batches[step]
+        optimizer.backward(nn.functional.cross_entropy(model(x), y) * (bad if step == 2 else 1.0))
+        optimizer.step()
+
+    bad, batches = torch.tensor(float("inf"), device="cuda"), [batch(step) for step in range(6)]
+    for step in range(2):
+        iteration(step)
+    assert 0 == sum(syncs_of(lambda step=step: iteration(step)) for step in range(2, 6))
+    assert (optimizer.tier, optimizer.applied_steps, optimizer.skipped_steps) == ("fused", 5, 1)
