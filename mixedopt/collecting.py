@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixedopt.gradients import FP32_MAX, global_norm, largest
 from mixedopt.masters import MasterWeights
 from mixedopt.numbering import AddressTable, Numbering
 from mixedopt.window import Window
@@ -202,6 +203,12 @@ class Collector:
     def _measured(self, index: int, waiting: Waiting, flat: Tensor) -> Tensor:
         """Return the evidence by torch's operations: that of a slot stands at its first piece."""
         evidence = self._evidence[index].zero_()
+        if flat.device.type == "cpu" and flat.numel():  # where looking costs nothing, look at slots only if one is bad
+            norm, unsure = global_norm([flat], within_fp32=[False])
+            peak = largest([flat]).double()
+            if bool(~unsure & (norm <= FP32_MAX) & (peak > 0)):
+                evidence[:, 0] = torch.stack([peak, (norm / peak).square()]).float()
+                return evidence
         slots = self.numbering.buckets[index].layout.slots
         there = self._part(index, waiting.there)
         numbers = [number for number, slot in enumerate(slots) if there[number] and slot.numel]

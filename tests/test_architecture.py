@@ -133,7 +133,7 @@ ALLOWED: dict[str, set[str]] = {
     "judgement": {"gradients", "loss_scale"},
     "device_scaler": {"judgement", "loss_scale", "scaler"},
     "numbering": {"bucket", "pieces"},
-    "collecting": {"gather_kernels", "masters", "numbering", "window"},
+    "collecting": {"gather_kernels", "gradients", "masters", "numbering", "window"},
     "kernel_writer": set(),
     "step_kernels": {
         "flat",
