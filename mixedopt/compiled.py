@@ -61,7 +61,9 @@ class CountedState(FlatState):
     """
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
-        steps, *scalars = (torch.zeros(len(bucket.params), device="cpu") for _ in ("step", *rule.scalars))
+        steps, *scalars = (
+            torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu") for _ in ("step", *rule.scalars)
+        )
         super().__init__(bucket, rule, steps, scalars)
         self.counts = [0] * len(bucket.params)
 
@@ -258,7 +260,9 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     hyper = tuple(one * value for value in rule.hyper(inner.param_groups[0]))
     count = 1 + len(rule.numbers(one, hyper, tuple(one.float() for _ in rule.scalars))[0])
     for device, dtype in itertools.product(devices, {*dtypes, torch.float32}):
-        master, *state = (torch.zeros(2 * ALIGNMENT, device=device) for _ in range(1 + len(rule.state)))
+        master, *state = (
+            torch.zeros(2 * ALIGNMENT, dtype=torch.float32, device=device) for _ in range(1 + len(rule.state))
+        )
         model = None if dtype == torch.float32 else master.to(dtype)
         try:
             # Half and fp32, devices: more kinds of arguments than Dynamo allows by itself.

@@ -144,6 +144,8 @@ class DeviceTier(EagerTier):
         Returns:
             A token: with another one than at the capture, the graph is void.
         """
+        if any(bucket.lent for bucket in self.masters.buckets):
+            self.masters.publish_()  # split masters: what was handed out counts, and ends here
         self._begin_()
         return self.collector.numbering
 
@@ -178,7 +180,9 @@ class DeviceTier(EagerTier):
             if largest == math.inf:
                 self.masters.check_range()
         if now and self._largest is None and (largest_half := self.masters.largest_half()) is not None:
-            self._largest = torch.full((), math.nan, device=HOST, pin_memory=self.home.type == "cuda")
+            self._largest = torch.full(
+                (), math.nan, dtype=torch.float32, device=HOST, pin_memory=self.home.type == "cuda"
+            )
             self._largest.copy_(largest_half, non_blocking=True)
 
     def _log(self, fresh: int, told: Any) -> None:

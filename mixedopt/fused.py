@@ -126,7 +126,7 @@ class FusedTier(DeviceTier):
         super().before_replay_()
         groups = self.inner.param_groups
         if len(self._rates) != len(groups):
-            self._rates = [torch.zeros((), device=self.home) for _ in groups]
+            self._rates = [torch.zeros((), dtype=torch.float32, device=self.home) for _ in groups]
         for rate, group in zip(self._rates, groups, strict=True):
             rate.fill_(float(group["lr"]))
         form = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]

@@ -9,6 +9,7 @@ the inner optimizer's own step, by way of the eager tier.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,10 +45,11 @@ class Tables:
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
         self.form = form_of(rule, inner)
-        self.steps = torch.zeros(slots, device=home)
-        self.scalars = tuple(torch.zeros(slots, device=home) for _ in rule.scalars)
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=home)  # whatever the user's defaults are
+        self.steps = zeros(slots)
+        self.scalars = tuple(zeros(slots) for _ in rule.scalars)
         self.hyper = torch.zeros((len(groups), len(row_of(self.form, groups[0]))), dtype=torch.float64, device=home)
-        self.numbers = torch.zeros((slots, self.form.width), device=home)
+        self.numbers = zeros((slots, self.form.width))
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         group_of = [0] * slots
         self.states: list[FlatState] = []
@@ -76,6 +78,7 @@ class KernelTier(DeviceTier):
         self._tables: Tables | None = None
         self._adopted: tuple[Any, ...] | None = None
         self._there: Sequence[bool] = ()
+        self._stepping: Sequence[bool] = ()  # what had a gradient in the last step that Python has seen
         self._marks: list[list[bool] | None] = []
         self._pushed: list[list[float]] = []
         self._untouched = False  # entries were made, for slots that may not have stepped
@@ -92,6 +95,7 @@ class KernelTier(DeviceTier):
         if any(bucket.lent for bucket in self.masters.buckets):
             self.masters.publish_()  # split masters: what was handed out counts, and ends here
         tables, numbering = self._own_(), self.collector.numbering
+        self._stepping = collected.there
         self._note_(collected.there)
         if not torch.cuda.is_current_stream_capturing():
             self.push_()
@@ -123,6 +127,7 @@ class KernelTier(DeviceTier):
         """As in ``DeviceTier``; state that was loaded is taken over, hyperparameters are brought along."""
         super().before_replay_()
         tables = self._own_()
+        self._note_(self._stepping)  # entries that were forgotten since, because nothing had stepped
         self.push_()
         return tables
 

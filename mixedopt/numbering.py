@@ -39,7 +39,7 @@ class Numbering:
         self._plans = [plan_pieces(bucket.layout, PIECE) for bucket in buckets]
         pairs = zip(self._plans, self.firsts, strict=True)
         numbered = [torch.where(plan.slot < 0, -1, plan.slot + first) for plan, first in pairs]
-        self.slots_of = (torch.cat(numbered) if numbered else torch.zeros(0)).int().to(home)
+        self.slots_of = (torch.cat(numbered) if numbered else torch.zeros(0, device="cpu")).int().to(home)
         self.pieces: list[Pieces] = [p.to(bucket.device) for p, bucket in zip(self._plans, buckets, strict=True)]
 
     def spread(self, each: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:

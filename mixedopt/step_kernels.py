@@ -38,6 +38,8 @@ WARPS = 8
 MEASURED = 2048  # pieces that the plan looks at at once
 LINES = 512  # slots that it works on at once
 PLAN_WARPS = 16
+# Whatever the user's defaults are.
+ZEROS = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
 # Columns of the table of numbers before those of the rule: whether to step, and the factor on the gradient.
 OWN = 2
 
@@ -82,7 +84,7 @@ def row_of(form: Form, group: Mapping[str, Any]) -> list[float]:
 
 def plan_source(form: Form | None) -> str:
     """Return the first kernel as text; without a rule it decides only."""
-    scalar = torch.zeros((), dtype=torch.float64)
+    scalar = ZEROS((), dtype=torch.float64)
     standing = [f"now_{name}" for name in Standing._fields]
     rules = [f"rule_{name}" for name in Rules._fields]
     examples = Standing(*[scalar] * len(standing)), Rules(*[scalar] * len(rules)), scalar, scalar, scalar
@@ -144,7 +146,7 @@ MEASURE = """\
 def numbers_source(form: Form, skip: str, factor: str) -> list[str]:
     """Return the lines that work out the numbers of every slot."""
     rule, hypers = form.rule, form.hypers
-    line, single = torch.zeros(4, dtype=torch.float64), torch.zeros(4)
+    line, single = ZEROS(4, dtype=torch.float64), ZEROS(4)
     names = ["step", *(f"hyper_{i}" for i in range(hypers)), *(f"old_{name}" for name in rule.scalars)]
     examples = line, (line,) * hypers, (single,) * len(rule.scalars)
     numbering, results = lines_of(rule.numbers, examples, names, "n")
@@ -227,14 +229,14 @@ def update_source(form: Form, grads: torch.dtype, model: torch.dtype, split: boo
 def body_source(form: Form, model: torch.dtype, split: bool, mask: str) -> list[str]:
     """Return the lines that step some values."""
     rule, count = form.rule, form.numbers
-    wide = [torch.zeros(4) for _ in range(2 + len(rule.state))]
-    examples = wide[0], wide[1], tuple(torch.zeros(()) for _ in range(count)), *wide[2:]
+    wide = [ZEROS(4) for _ in range(2 + len(rule.state))]
+    examples = wide[0], wide[1], tuple(ZEROS(()) for _ in range(count)), *wide[2:]
     state = [f"old_{name}" for name in rule.state]
     updating, results = lines_of(
         rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u"
     )
     param, *new_state = results
-    half, bits = torch.zeros(4, dtype=model), torch.zeros(4, dtype=torch.int16)
+    half, bits = ZEROS(4, dtype=model), ZEROS(4, dtype=torch.int16)
     kept = [f"param = tl.load(master + place{mask})"]
     published = [f"tl.store(master + place, {param}{mask})"]
     if model != torch.float32:
@@ -315,8 +317,8 @@ def try_judging(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     Raises:
         Exception: whatever Triton or the compiler says.
     """
-    pieces = plan_pieces(plan_layout([("", torch.zeros(64, device="cpu"))]), PIECE).to(device)
-    zeros = functools.partial(torch.zeros, device=device)
+    pieces = plan_pieces(plan_layout([("", ZEROS(64))]), PIECE).to(device)
+    zeros = functools.partial(ZEROS, device=device)
     standing, rules = (zeros(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
     with torch.cuda.device(device):
         for dtype, aligned in itertools.product(dtypes, (True, False)):
@@ -335,8 +337,8 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
     Raises:
         Exception: whatever Triton, the compiler or the trace of the rule says.
     """
-    pieces = plan_pieces(plan_layout([("", torch.zeros(64, device="cpu"))]), PIECE).to(device)
-    rule, zeros = form.rule, functools.partial(torch.zeros, device=device)
+    pieces = plan_pieces(plan_layout([("", ZEROS(64))]), PIECE).to(device)
+    rule, zeros = form.rule, functools.partial(ZEROS, device=device)
     steps, *scalars = (zeros(4) for _ in ("step", *rule.scalars))
     hyper, table = zeros((1, 1 + form.hypers + len(form.initial)), dtype=torch.float64), zeros((4, form.width))
     standing, rules = (zeros(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
