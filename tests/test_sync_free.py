@@ -262,6 +262,38 @@ def test_what_needs_the_host_goes_by_the_eager_tier(tier: str, device: torch.dev
     assert found[0] == found[1] == (7, 1, 64.0, 1)
 
 
+def test_hooks_of_the_inner_optimizer_see_unscaled_gradients(
+    tier: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Those that the eager tier shows, to read and to edit; a skipped step calls no hook."""
+    seen: dict[str, list[Tensor]] = {"eager": [], tier: []}
+    masters = []
+    for each, grads in seen.items():
+        model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=each)
+
+        def edit(inner: torch.optim.Optimizer, *args: Any, grads: list[Tensor] = grads) -> None:
+            mine = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
+            grads.extend(grad.clone() for grad in mine)
+            torch._foreach_clamp_max_(mine, 1e-3)
+
+        optimizer.inner.register_step_pre_hook(edit)
+        train(model, optimizer, [0])
+        overflow(optimizer)
+        masters.append(masters_of(optimizer))
+    assert_same(seen["eager"], seen[tier])
+    assert_same(*masters)
+
+
+def test_parameters_may_all_be_empty(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """As with the bare optimizer, such a step is applied."""
+    empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype, device=device))
+    optimizer = MixedPrecisionOptimizer(MAKES["AdamW"]([empty]), tier=tier)
+    for _ in range(2):
+        optimizer.backward(empty.sum().float())
+        optimizer.step()
+    assert (optimizer.applied_steps, optimizer.skipped_steps, optimizer.last_step.grad_norm) == (2, 0, 0.0)
+
+
 def test_a_tier_that_does_not_serve_says_so(device: torch.device, dtype: torch.dtype) -> None:
     """A named one insists, with a remedy, and converts nothing."""
     for make, options, words in (
