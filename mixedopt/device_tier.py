@@ -145,6 +145,7 @@ class DeviceTier(EagerTier):
             A token: with another one than at the capture, the graph is void.
         """
         self._begin_()
+        self.masters.end_loans_()  # a graph works on the halves
         return self.collector.numbering
 
     @torch.no_grad()
@@ -178,7 +179,9 @@ class DeviceTier(EagerTier):
             if largest == math.inf:
                 self.masters.check_range()
         if now and self._largest is None and (largest_half := self.masters.largest_half()) is not None:
-            self._largest = torch.full((), math.nan, device=HOST, pin_memory=self.home.type == "cuda")
+            self._largest = torch.full(
+                (), math.nan, dtype=torch.float32, device=HOST, pin_memory=self.home.type == "cuda"
+            )
             self._largest.copy_(largest_half, non_blocking=True)
 
     def _log(self, fresh: int, told: Any) -> None:

@@ -132,7 +132,7 @@ class FusedTier(DeviceTier):
         for rate, group in zip(self._rates, groups, strict=True):
             rate.fill_(float(group["lr"]))
         form = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
-        if form != self._form or self._state_of is not self.inner.state:
+        if form != self._form or self._state_of is not self.inner.state or not self._serves():
             self._form, self._token = form, object()
         return self._token
 

@@ -44,10 +44,11 @@ class Tables:
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
         self.form = form_of(rule, inner)
-        self.steps = torch.zeros(slots, device=home)
-        self.scalars = tuple(torch.zeros(slots, device=home) for _ in rule.scalars)
+        # Kernels know the dtypes: the default one may be another.
+        self.steps = torch.zeros(slots, dtype=torch.float32, device=home)
+        self.scalars = tuple(torch.zeros_like(self.steps) for _ in rule.scalars)
         self.hyper = torch.zeros((len(groups), len(row_of(self.form, groups[0]))), dtype=torch.float64, device=home)
-        self.numbers = torch.zeros((slots, self.form.width), device=home)
+        self.numbers = torch.zeros((slots, self.form.width), dtype=torch.float32, device=home)
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         group_of = [0] * slots
         self.states: list[FlatState] = []
@@ -89,8 +90,7 @@ class KernelTier(DeviceTier):
     def _advance_(self, collected: Collected, report: Tensor) -> None:
         from mixedopt.step_kernels import launch_plan
 
-        if any(bucket.lent for bucket in self.masters.buckets):
-            self.masters.publish_()  # split masters: what was handed out counts, and ends here
+        self.masters.end_loans_()
         tables, numbering = self._own_(), self.collector.numbering
         self._note_(collected.there)
         if not torch.cuda.is_current_stream_capturing():
@@ -124,7 +124,7 @@ class KernelTier(DeviceTier):
         super().before_replay_()
         tables = self._own_()
         self.push_()
-        return tables
+        return tables if self._serves() else object()
 
     def push_(self) -> None:
         """Bring the hyperparameters to the device, if they have changed. Syncs: none."""

@@ -154,6 +154,7 @@ ALLOWED: dict[str, set[str]] = {
         "device_scaler",
         "device_tier",
         "gradients",
+        "groups",
         "judgement",
         "pieces",
         "rollback",
