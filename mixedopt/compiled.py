@@ -61,7 +61,8 @@ class CountedState(FlatState):
     """
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
-        steps, *scalars = (torch.zeros(len(bucket.params), device="cpu") for _ in ("step", *rule.scalars))
+        names, size = ("step", *rule.scalars), len(bucket.params)
+        steps, *scalars = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in names)
         super().__init__(bucket, rule, steps, scalars)
         self.counts = [0] * len(bucket.params)
 
@@ -255,16 +256,17 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     rule = covering_rule(inner)
     devices = {param.device for group in inner.param_groups for param in group["params"]}
     one = torch.ones(1, dtype=torch.float64, device="cpu")
+    wide = torch.float32
     hyper = tuple(one * value for value in rule.hyper(inner.param_groups[0]))
     count = 1 + len(rule.numbers(one, hyper, tuple(one.float() for _ in rule.scalars))[0])
-    for device, dtype in itertools.product(devices, {*dtypes, torch.float32}):
-        master, *state = (torch.zeros(2 * ALIGNMENT, device=device) for _ in range(1 + len(rule.state)))
-        model = None if dtype == torch.float32 else master.to(dtype)
+    for device, dtype in itertools.product(devices, {*dtypes, wide}):
+        flats = [torch.zeros(2 * ALIGNMENT, dtype=wide, device=device) for _ in range(1 + len(rule.state))]
+        master, *state = flats
+        model = None if dtype == wide else master.to(dtype)
         try:
-            # Half and fp32, devices: more kinds of arguments than Dynamo allows by itself.
-            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            with torch.no_grad():
                 for kind in {master.dtype, dtype}:
-                    grad, numbers = torch.zeros_like(master, dtype=kind), torch.zeros(count, device=device)
+                    grad, numbers = torch.zeros_like(master, dtype=kind), master.new_zeros(count)
                     compiled(rule.step_)(grad, numbers, master, model, *state)
                 if model is not None and device.type == "cpu":
                     compiled(row_squares)(model.new_zeros(2, ROW_OF_HALF))
@@ -279,8 +281,17 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
 def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
     """Return the compiled function; sizes and numbers may change without another compilation.
 
+    Other things may not: half and fp32, devices, autocast and other states of the process. Each compiles it once more,
+    for all optimizers that share it, which are more kinds than Dynamo allows by itself before it raises.
+
     A CPU has its loops shared out among as many threads as there are when it is called. By itself the compiler settles
     that once, by the sizes that it sees first.
     """
     options: dict[str, Any] = {"cpp.dynamic_threads": True}
-    return torch.compile(function, dynamic=True, fullgraph=True, options=options)
+    fast: Callable[..., Result] = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+
+    def call(*args: Any) -> Result:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return fast(*args)
+
+    return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 from collections.abc import Callable
@@ -259,6 +260,38 @@ def test_new_values_of_hyperparameters_compile_nothing(device: torch.device, dty
         optimizer.backward(loss_of(model, 3, use_branch=True))
         optimizer.step()
     assert optimizer.applied_steps == 13
+
+
+def test_the_process_may_change_its_state(device: torch.device, dtype: torch.dtype) -> None:
+    """What makes Dynamo compile anew between steps is no error, however few it allows; nor is autocast, to the bits."""
+    weights = []
+    for context in (contextlib.nullcontext(), torch.autocast(device.type, torch.bfloat16)):
+        model, optimizer = wrapped(device, dtype, tier="compiled")
+        train(model, optimizer, [0])
+        optimizer.backward(loss_of(model, 1))
+        with torch._dynamo.config.patch(recompile_limit=1), context:
+            optimizer.step()
+        weights.append(masters_of(optimizer))
+    assert_same(*weights)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(
+    default: torch.dtype, request: pytest.FixtureRequest, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Neither to the step nor to state, counts included, which are fp32."""
+    runs, before = [], torch.get_default_dtype()
+    request.addfinalizer(lambda: torch.set_default_dtype(before))
+    for kind in (before, default):
+        model = two_group_model(device)
+        torch.set_default_dtype(kind)
+        inner = MAKES["NAdam"](two_groups(model))
+        options: dict[str, Any] = {"loss_scale": SMALL_SCALE, "max_grad_norm": 0.5}
+        optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, tier="compiled", **options)
+        train(model, optimizer, range(3))
+        torch.set_default_dtype(before)
+        runs.append({"masters": masters_of(optimizer), "state": copy.deepcopy(inner.state_dict()["state"])})
+    assert_same(*runs)
 
 
 def test_a_graph_recorded_before_the_step_is_stale(device: torch.device, dtype: torch.dtype) -> None:
