@@ -27,7 +27,7 @@ from mixedopt.flat import ALIGNMENT
 from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.gradients import ROW_OF_HALF, clip_factor, half_norm, row_squares
 from mixedopt.groups import has_hooks
-from mixedopt.rules import Rule, rule_for
+from mixedopt.rules import Rule, fault_of, rule_for
 
 RECOMPILE_LIMIT = 256
 Result = TypeVar("Result")
@@ -231,7 +231,7 @@ def runs_of(
 
 
 def covering_rule(inner: torch.optim.Optimizer) -> Rule:
-    """Return the rule for ``inner``; ``ValueError`` if there is none."""
+    """Return the rule for ``inner``; ``ValueError`` if there is none, or it is seen to be wrong."""
     rule = rule_for(inner)
     if rule is None:
         raise ValueError(
@@ -240,6 +240,8 @@ def covering_rule(inner: torch.optim.Optimizer) -> Rule:
             "capturable, differentiable, eps=0 and tensors as hyperparameters, and for what register_rule was told. "
             "Use tier='eager'."
         )
+    if (fault := next(filter(None, (fault_of(rule, group) for group in inner.param_groups)), None)) is not None:
+        raise ValueError(f"the Rule of {type(inner).__name__}: {fault}. Mend it, or use tier='eager'.")
     return rule
 
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from mixedopt.device_tier import DeviceTier
+from mixedopt.errors import in_one_line
 from mixedopt.optimizer import MixedPrecisionOptimizer
 
 # Iterations that run as they are before the capture: kernels are compiled, libraries set up, state is made.
@@ -170,7 +171,7 @@ class Graphed:
                 self._outputs = self._call()
         except Exception as error:
             raise RuntimeError(
-                f"graphed(): train_step cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]}). "
+                f"graphed(): train_step cannot be captured ({in_one_line(error)}). "
                 "Nothing in it may wait for the device (.item(), float(loss), print of a tensor, an if on a value, "
                 "nonzero, masks as indices), copy from memory that is not pinned, or change shapes. The traceback "
                 "above shows the line; move it outside, or call train_step itself."
