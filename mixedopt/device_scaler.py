@@ -64,6 +64,12 @@ class DeviceScaler(LossScaler):
         """Set one field of the standing. Syncs: none."""
         self.standing[Standing._fields.index(name)].fill_(value)
 
+    def return_to_(self, standing: Tensor) -> None:
+        """Take back what was judged since ``standing`` was: a step that failed counts for nothing. Syncs: none."""
+        self.standing.copy_(standing)
+        self.told.copy_(standing, non_blocking=True)
+        self.signals[0].copy_(standing[0])
+
     def load_(self, config: LossScaleConfig, state: LossScaleState) -> None:
         """Take over what a checkpoint holds."""
         super().load_(config, state)

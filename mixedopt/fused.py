@@ -69,23 +69,19 @@ class FusedTier(DeviceTier):
         if self._state_of is not self.inner.state:
             self._stepped, self._state_of = set(), self.inner.state
         stepping = _numbers(collected.there)
-        if stepping <= self._stepped:
-            self._judge_(collected, report)
-            self._step_all_(collected)
-            return
-        before = [tensor.clone() for tensor in self.scaler.tensors()]
+        before = self.scaler.standing.clone()
         self._judge_(collected, report)
-        if bool(self._found_inf):
-            return
         try:
-            with Snapshot(self.inner, self.masters.buckets, HOST):
+            if stepping <= self._stepped:
                 self._step_all_(collected)
+            elif not bool(self._found_inf):
+                with Snapshot(self.inner, self.masters.buckets, HOST):
+                    self._step_all_(collected)
+                self._stepped |= stepping
         except BaseException:
-            for tensor, value in zip(self.scaler.tensors(), before, strict=True):
-                tensor.copy_(value)
+            self.scaler.return_to_(before)
             self.masters.publish_()
             raise
-        self._stepped |= stepping
 
     def _step_all_(self, collected: Collected) -> None:
         """Let the inner optimizer step, or skip, and show the masters."""

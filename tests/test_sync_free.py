@@ -284,6 +284,29 @@ def test_hooks_of_the_inner_optimizer_see_unscaled_gradients(
     assert_same(*masters)
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_fused_step_that_raises_counts_for_nothing(
+    steps: int, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Out of memory, say, in the first step or later: counters and scale are as before, and training goes on."""
+    scale = DynamicLossScale(init_scale=64.0, growth_interval=2)
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier="fused", loss_scale=scale)
+    train(model, optimizer, range(steps))
+    before = snapshot(model, optimizer)
+
+    def fails(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.inner, "step", fails)
+        with pytest.raises(MemoryError):
+            train(model, optimizer, [9])
+    assert_same(before, snapshot(model, optimizer))
+    assert optimizer.state_dict()["mixedopt"]["loss_scale"]["state"]["growth_tracker"] == steps % 2
+    train(model, optimizer, [steps])
+    assert optimizer.applied_steps == steps + 1
+
+
 def test_parameters_may_all_be_empty(tier: str, device: torch.device, dtype: torch.dtype) -> None:
     """As with the bare optimizer, such a step is applied."""
     empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype, device=device))
