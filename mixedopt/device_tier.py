@@ -146,6 +146,8 @@ class DeviceTier(EagerTier):
         """
         self._begin_()
         self.masters.end_loans_()  # a graph works on the halves
+        if self.statistics is not None:
+            self.statistics.close()  # what was loaded into them stands
         return self.collector.numbering
 
     @torch.no_grad()

@@ -284,6 +284,19 @@ def test_hooks_of_the_inner_optimizer_see_unscaled_gradients(
     assert_same(*masters)
 
 
+def test_statistics_loaded_before_a_replay_stand(device: torch.device, dtype: torch.dtype) -> None:
+    """What a skip inside a graph brings back is what was there before the call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
+    optimizer = MixedPrecisionOptimizer(MAKES["AdamW"](model.parameters()), model, dtype=dtype, tier="fused")
+    optimizer.backward(model(torch.ones(3, 4, device=device)).square().mean())
+    optimizer.step()
+    model[1].running_mean.fill_(5.0)
+    optimizer._tier.before_replay_()
+    model[1].running_mean.fill_(9.0)  # as the forward inside the graph does
+    optimizer._tier.statistics.restore_if_(torch.ones((), device=device))
+    assert (model[1].running_mean == 5.0).all()
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_fused_step_that_raises_counts_for_nothing(
     steps: int, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
