@@ -113,7 +113,7 @@ class CompiledTier(EagerTier):
         super().__init__(*args, **kwargs)
         self._rule = rule
         self._states: list[CountedState] = []
-        self._adopted: tuple[Any, tuple[int, ...]] | None = None
+        self._adopted: tuple[Any, list[int]] | None = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
         self._compiled = compiled(rule.step_)
         self._squares = compiled(row_squares)
@@ -145,7 +145,7 @@ class CompiledTier(EagerTier):
                 raise
             for bucket, marks in zip(self.masters.buckets, moved, strict=True):
                 bucket.note_published_(marks)
-        self._adopted = self.inner.state, self._sizes()
+        self._adopted = self.inner.state, self._form()
         self.count_applied_()
 
     def _step_bucket_(self, state: CountedState, flat: Tensor, runs: Sequence[Run], scale: float) -> None:
@@ -187,17 +187,21 @@ class CompiledTier(EagerTier):
     def _adopt_(self) -> None:
         """Make sure that the inner state is ours; after a load, and when parameters were added."""
         buckets = self.masters.buckets
-        state, sizes = self._adopted or (None, ())
-        if state is self.inner.state and sizes == self._sizes():
+        state, form = self._adopted or (None, ())
+        if state is self.inner.state and form == self._form():
             return
         self._states += [CountedState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
         for state in self._states:
             state.adopt_(self.inner)
         self._runs.clear()
 
-    def _sizes(self) -> tuple[int, ...]:
-        """Return by what, beside its identity, a state that is no longer ours is noticed; a load replaces it."""
-        return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
+    def _form(self) -> list[int]:
+        """Return by what, beside its identity, state is noticed that others made, or counts that others wrote."""
+        counted = (each for state in self._states for each in (state.steps, *state.scalars))
+        entries = [entry for entry in self.inner.state.values() if isinstance(entry, dict)]
+        sizes = [len(entries), len(self.masters.buckets), len(self.inner.param_groups)]
+        values = itertools.chain.from_iterable(map(dict.values, entries))
+        return [*sizes, *(each._version for each in counted), *map(len, entries), *map(id, values)]
 
     def _runs_of(self, moved: Sequence[Sequence[Any] | None]) -> list[list[Run]]:
         """Return the runs of every bucket, for gradients that are there as ``moved`` says."""
