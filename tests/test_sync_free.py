@@ -284,6 +284,22 @@ def test_hooks_of_the_inner_optimizer_see_unscaled_gradients(
     assert_same(*masters)
 
 
+def test_the_host_is_told_of_a_load_at_once(device: torch.device, dtype: torch.dtype) -> None:
+    """Not by the next step, before which it would take the old count of skips for news, and miss as many later."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier="fused")
+    train(model, optimizer, [0])
+    saved = through_file(optimizer.state_dict())
+    overflow(optimizer)
+    train(model, optimizer, [1])
+    optimizer.load_state_dict(saved)
+    tell(optimizer)
+    told, standing = (
+        Standing(*each.tolist()) for each in (optimizer._tier.scaler.told, optimizer._tier.scaler.standing)
+    )
+    assert told == standing
+    assert (told.skipped, told.applied) == (0, 1)
+
+
 def test_statistics_loaded_before_a_replay_stand(device: torch.device, dtype: torch.dtype) -> None:
     """What a skip inside a graph brings back is what was there before the call."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
