@@ -149,7 +149,6 @@ class Bucket:
                 self._publish_rows_(moved)
             else:
                 self.flat_model.copy_(self.flat_master)
-            self.lent = False
         self.note_published_(moved)
 
     def note_published_(self, moved: Sequence[Moved] | None = None) -> None:
@@ -158,7 +157,7 @@ class Bucket:
             self.params if moved is None else [p for p, mark in zip(self.params, moved, strict=True) if mark is True]
         )
         torch.autograd.graph.increment_version(params)
-        self._sum = None
+        self._sum, self.lent = None, False
         if moved is None:  # by one, each; half the time of asking
             self._versions = [version + 1 for version in self._versions]
         else:

@@ -27,7 +27,7 @@ from mixedopt.flat import ALIGNMENT
 from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.gradients import ROW_OF_HALF, clip_factor, half_norm, row_squares
 from mixedopt.groups import has_hooks
-from mixedopt.rules import Rule, rule_for
+from mixedopt.rules import Rule, fault_of, rule_for
 
 RECOMPILE_LIMIT = 256
 Result = TypeVar("Result")
@@ -61,9 +61,8 @@ class CountedState(FlatState):
     """
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
-        steps, *scalars = (
-            torch.zeros(len(bucket.params), dtype=torch.float32, device="cpu") for _ in ("step", *rule.scalars)
-        )
+        names, size = ("step", *rule.scalars), len(bucket.params)
+        steps, *scalars = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in names)
         super().__init__(bucket, rule, steps, scalars)
         self.counts = [0] * len(bucket.params)
 
@@ -114,7 +113,7 @@ class CompiledTier(EagerTier):
         super().__init__(*args, **kwargs)
         self._rule = rule
         self._states: list[CountedState] = []
-        self._adopted: tuple[Any, tuple[int, ...]] | None = None
+        self._adopted: tuple[Any, list[int]] | None = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
         self._compiled = compiled(rule.step_)
         self._squares = compiled(row_squares)
@@ -146,7 +145,7 @@ class CompiledTier(EagerTier):
                 raise
             for bucket, marks in zip(self.masters.buckets, moved, strict=True):
                 bucket.note_published_(marks)
-        self._adopted = self.inner.state, self._sizes()
+        self._adopted = self.inner.state, self._form()
         self.count_applied_()
 
     def _step_bucket_(self, state: CountedState, flat: Tensor, runs: Sequence[Run], scale: float) -> None:
@@ -188,17 +187,21 @@ class CompiledTier(EagerTier):
     def _adopt_(self) -> None:
         """Make sure that the inner state is ours; after a load, and when parameters were added."""
         buckets = self.masters.buckets
-        state, sizes = self._adopted or (None, ())
-        if state is self.inner.state and sizes == self._sizes():
+        state, form = self._adopted or (None, ())
+        if state is self.inner.state and form == self._form():
             return
         self._states += [CountedState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
         for state in self._states:
             state.adopt_(self.inner)
         self._runs.clear()
 
-    def _sizes(self) -> tuple[int, ...]:
-        """Return by what, beside its identity, a state that is no longer ours is noticed; a load replaces it."""
-        return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
+    def _form(self) -> list[int]:
+        """Return by what, beside its identity, state is noticed that others made, or counts that others wrote."""
+        counted = (each for state in self._states for each in (state.steps, *state.scalars))
+        entries = [entry for entry in self.inner.state.values() if isinstance(entry, dict)]
+        sizes = [len(entries), len(self.masters.buckets), len(self.inner.param_groups)]
+        values = itertools.chain.from_iterable(map(dict.values, entries))
+        return [*sizes, *(each._version for each in counted), *map(len, entries), *map(id, values)]
 
     def _runs_of(self, moved: Sequence[Sequence[Any] | None]) -> list[list[Run]]:
         """Return the runs of every bucket, for gradients that are there as ``moved`` says."""
@@ -232,7 +235,7 @@ def runs_of(
 
 
 def covering_rule(inner: torch.optim.Optimizer) -> Rule:
-    """Return the rule for ``inner``; ``ValueError`` if there is none."""
+    """Return the rule for ``inner``; ``ValueError`` if there is none, or it is seen to be wrong."""
     rule = rule_for(inner)
     if rule is None:
         raise ValueError(
@@ -241,6 +244,8 @@ def covering_rule(inner: torch.optim.Optimizer) -> Rule:
             "capturable, differentiable, eps=0 and tensors as hyperparameters, and for what register_rule was told. "
             "Use tier='eager'."
         )
+    if (fault := next(filter(None, (fault_of(rule, group) for group in inner.param_groups)), None)) is not None:
+        raise ValueError(f"the Rule of {type(inner).__name__}: {fault}. Mend it, or use tier='eager'.")
     return rule
 
 
@@ -257,18 +262,17 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
     rule = covering_rule(inner)
     devices = {param.device for group in inner.param_groups for param in group["params"]}
     one = torch.ones(1, dtype=torch.float64, device="cpu")
+    wide = torch.float32
     hyper = tuple(one * value for value in rule.hyper(inner.param_groups[0]))
     count = 1 + len(rule.numbers(one, hyper, tuple(one.float() for _ in rule.scalars))[0])
-    for device, dtype in itertools.product(devices, {*dtypes, torch.float32}):
-        master, *state = (
-            torch.zeros(2 * ALIGNMENT, dtype=torch.float32, device=device) for _ in range(1 + len(rule.state))
-        )
-        model = None if dtype == torch.float32 else master.to(dtype)
+    for device, dtype in itertools.product(devices, {*dtypes, wide}):
+        flats = [torch.zeros(2 * ALIGNMENT, dtype=wide, device=device) for _ in range(1 + len(rule.state))]
+        master, *state = flats
+        model = None if dtype == wide else master.to(dtype)
         try:
-            # Half and fp32, devices: more kinds of arguments than Dynamo allows by itself.
-            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            with torch.no_grad():
                 for kind in {master.dtype, dtype}:
-                    grad, numbers = torch.zeros_like(master, dtype=kind), torch.zeros(count, device=device)
+                    grad, numbers = torch.zeros_like(master, dtype=kind), master.new_zeros(count)
                     compiled(rule.step_)(grad, numbers, master, model, *state)
                 if model is not None and device.type == "cpu":
                     compiled(row_squares)(model.new_zeros(2, ROW_OF_HALF))
@@ -283,8 +287,17 @@ def check_rule(inner: torch.optim.Optimizer, dtypes: Iterable[torch.dtype]) -> R
 def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
     """Return the compiled function; sizes and numbers may change without another compilation.
 
+    Other things may not: half and fp32, devices, autocast and other states of the process. Each compiles it once more,
+    for all optimizers that share it, which are more kinds than Dynamo allows by itself before it raises.
+
     A CPU has its loops shared out among as many threads as there are when it is called. By itself the compiler settles
     that once, by the sizes that it sees first.
     """
     options: dict[str, Any] = {"cpp.dynamic_threads": True}
-    return torch.compile(function, dynamic=True, fullgraph=True, options=options)
+    fast: Callable[..., Result] = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+
+    def call(*args: Any) -> Result:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            return fast(*args)
+
+    return call

@@ -61,8 +61,16 @@ class DeviceScaler(LossScaler):
         return int(self.standing[Standing._fields.index(name)])
 
     def write_(self, name: str, value: float) -> None:
-        """Set one field of the standing. Syncs: none."""
-        self.standing[Standing._fields.index(name)].fill_(value)
+        """Set one field of the standing, and of what the host sees of it. Syncs: none."""
+        index = Standing._fields.index(name)
+        self.standing[index].fill_(value)
+        self.told[index] = value
+
+    def return_to_(self, standing: Tensor) -> None:
+        """Take back what was judged since ``standing`` was: a step that failed counts for nothing. Syncs: none."""
+        self.standing.copy_(standing)
+        self.told.copy_(standing, non_blocking=True)
+        self.signals[0].copy_(standing[0])
 
     def load_(self, config: LossScaleConfig, state: LossScaleState) -> None:
         """Take over what a checkpoint holds."""
@@ -72,6 +80,7 @@ class DeviceScaler(LossScaler):
     def _take_(self, state: LossScaleState) -> None:
         values = torch.stack([value.double() for value in state.tensors()]).to(HOST)
         self.standing[:STATE].copy_(values)
+        self.told[:STATE].copy_(values)
         self.signals[0].fill_(float(values[0]))
 
     def is_scale(self, constant: Tensor) -> bool:

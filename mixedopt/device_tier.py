@@ -144,9 +144,10 @@ class DeviceTier(EagerTier):
         Returns:
             A token: with another one than at the capture, the graph is void.
         """
-        if any(bucket.lent for bucket in self.masters.buckets):
-            self.masters.publish_()  # split masters: what was handed out counts, and ends here
         self._begin_()
+        self.masters.end_loans_()  # a graph works on the halves
+        if self.statistics is not None:
+            self.statistics.close()  # what was loaded into them stands
         return self.collector.numbering
 
     @torch.no_grad()

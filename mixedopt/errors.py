@@ -23,3 +23,8 @@ def shown(value: object) -> str:
     """Return ``value`` as a message shows it: on one line, by its type if it is long."""
     text = repr(value)
     return text if len(text) < 60 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return type and first line of an exception that is told of in another; it may have no text."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -20,6 +20,7 @@ from mixedopt.decision import Decision
 from mixedopt.device_scaler import DeviceScaler
 from mixedopt.device_tier import DeviceTier
 from mixedopt.gradients import FP32_MAX
+from mixedopt.groups import has_hooks
 from mixedopt.judgement import Judgement, Rules, Standing, judge
 from mixedopt.pieces import combine
 from mixedopt.rollback import Snapshot
@@ -56,7 +57,8 @@ class FusedTier(DeviceTier):
         _, self._found_inf, self._grad_scale, _ = self.scaler.signals
 
     def _serves(self) -> bool:
-        return not self.measured and is_fused(self.inner)
+        # A hook would find gradients that are scaled, and be called at skips, too.
+        return not self.measured and is_fused(self.inner) and not has_hooks(self.inner)
 
     def _apply_(self, decision: Decision) -> None:
         stepping = _numbers(self.window.there())
@@ -67,23 +69,19 @@ class FusedTier(DeviceTier):
         if self._state_of is not self.inner.state:
             self._stepped, self._state_of = set(), self.inner.state
         stepping = _numbers(collected.there)
-        if stepping <= self._stepped:
-            self._judge_(collected, report)
-            self._step_all_(collected)
-            return
-        before = [tensor.clone() for tensor in self.scaler.tensors()]
+        before = self.scaler.standing.clone()
         self._judge_(collected, report)
-        if bool(self._found_inf):
-            return
         try:
-            with Snapshot(self.inner, self.masters.buckets, HOST):
+            if stepping <= self._stepped:
                 self._step_all_(collected)
+            elif not bool(self._found_inf):
+                with Snapshot(self.inner, self.masters.buckets, HOST):
+                    self._step_all_(collected)
+                self._stepped |= stepping
         except BaseException:
-            for tensor, value in zip(self.scaler.tensors(), before, strict=True):
-                tensor.copy_(value)
+            self.scaler.return_to_(before)
             self.masters.publish_()
             raise
-        self._stepped |= stepping
 
     def _step_all_(self, collected: Collected) -> None:
         """Let the inner optimizer step, or skip, and show the masters."""
@@ -130,7 +128,7 @@ class FusedTier(DeviceTier):
         for rate, group in zip(self._rates, groups, strict=True):
             rate.fill_(float(group["lr"]))
         form = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in groups]
-        if form != self._form or self._state_of is not self.inner.state:
+        if form != self._form or self._state_of is not self.inner.state or not self._serves():
             self._form, self._token = form, object()
         return self._token
 
@@ -147,9 +145,11 @@ class FusedTier(DeviceTier):
 def judge_(scaler: DeviceScaler, evidence: Tensor, slots_of: Tensor, report: Tensor) -> Judgement:
     """Judge by torch's operations; in place as the kernel does it. Syncs: none."""
     largest, norm = combine(evidence)
-    bad = (~(evidence[0] <= FP32_MAX)).to(torch.uint8).argmax()
+    culprit = norm.new_full((), -1.0)  # no slot
+    if slots_of.numel():  # some parameter is not empty
+        culprit = slots_of[(~(evidence[0] <= FP32_MAX)).to(torch.uint8).argmax()].double()
     standing, rules = Standing(*scaler.standing.unbind()), Rules(*scaler.rules.unbind())
-    judgement = judge(standing, rules, largest, norm, slots_of[bad].double())
+    judgement = judge(standing, rules, largest, norm, culprit)
     skip, factor = judgement.skip.float(), judgement.factor
     report.copy_(torch.stack([skip.double(), judgement.norm, standing.scale, factor.double()]))
     scaler.standing.copy_(torch.stack(judgement.standing))

@@ -165,7 +165,7 @@ def largest(flats: Sequence[Tensor]) -> Tensor:
     """
     extremes = [end for flat in flats if flat.numel() for end in torch.aminmax(flat)]
     if not extremes:
-        return torch.zeros((), device=flats[0].device)
+        return torch.zeros((), dtype=torch.float32, device=flats[0].device)
     return torch.stack([end.float().abs().to(flats[0].device, non_blocking=True) for end in extremes]).amax()
 
 

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from mixedopt.device_tier import DeviceTier
+from mixedopt.errors import in_one_line
 from mixedopt.optimizer import MixedPrecisionOptimizer
 
 # Iterations that run as they are before the capture: kernels are compiled, libraries set up, state is made.
@@ -26,7 +27,8 @@ def graphed(train_step: Callable[..., Any], *sample_args: Any) -> Graphed:
     copies its arguments to the place of the captured ones, brings changed
     hyperparameters to the device, and launches the whole iteration at once.
     Overflows, growth of the loss scale and every learning-rate scheduler work
-    as without a graph; call ``scheduler.step()`` outside.
+    as without a graph; call ``scheduler.step()`` outside. ``last_step`` tells
+    of the latest call, also one that was kept from an earlier call.
 
     Args:
         train_step: one iteration: forward, ``optimizer.backward``,
@@ -44,6 +46,7 @@ def graphed(train_step: Callable[..., Any], *sample_args: Any) -> Graphed:
     Raises:
         ValueError: an argument has another shape, dtype or device than its
             sample, or is another constant.
+        StepOrderError: the conversion of an optimizer's model was removed.
         RuntimeError: ``train_step`` cannot be captured, and why; or it steps
             no sync-free optimizer.
 
@@ -90,6 +93,8 @@ class Graphed:
         self._calls += 1
         if self._calls <= WARMUP:
             return self._run()
+        for optimizer in self._optimizers:
+            optimizer._parts.check_in_force()  # what a graph writes to is gone
         tokens = [tier.before_replay_() for tier in self._tiers()]
         if self._graph is not None and any(now is not then for now, then in zip(tokens, self._tokens, strict=True)):
             self._graph = None  # the optimizer has other state now, or other hyperparameters
@@ -170,7 +175,7 @@ class Graphed:
                 self._outputs = self._call()
         except Exception as error:
             raise RuntimeError(
-                f"graphed(): train_step cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]}). "
+                f"graphed(): train_step cannot be captured ({in_one_line(error)}). "
                 "Nothing in it may wait for the device (.item(), float(loss), print of a tensor, an if on a value, "
                 "nonzero, masks as indices), copy from memory that is not pinned, or change shapes. The traceback "
                 "above shows the line; move it outside, or call train_step itself."

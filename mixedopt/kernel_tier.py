@@ -9,7 +9,6 @@ the inner optimizer's own step, by way of the eager tier.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -45,11 +44,11 @@ class Tables:
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
         self.form = form_of(rule, inner)
-        zeros = functools.partial(torch.zeros, dtype=torch.float32, device=home)  # whatever the user's defaults are
-        self.steps = zeros(slots)
-        self.scalars = tuple(zeros(slots) for _ in rule.scalars)
+        # Kernels know the dtypes: the default one may be another.
+        self.steps = torch.zeros(slots, dtype=torch.float32, device=home)
+        self.scalars = tuple(torch.zeros_like(self.steps) for _ in rule.scalars)
         self.hyper = torch.zeros((len(groups), len(row_of(self.form, groups[0]))), dtype=torch.float64, device=home)
-        self.numbers = zeros((slots, self.form.width))
+        self.numbers = torch.zeros((slots, self.form.width), dtype=torch.float32, device=home)
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         group_of = [0] * slots
         self.states: list[FlatState] = []
@@ -92,8 +91,7 @@ class KernelTier(DeviceTier):
     def _advance_(self, collected: Collected, report: Tensor) -> None:
         from mixedopt.step_kernels import launch_plan
 
-        if any(bucket.lent for bucket in self.masters.buckets):
-            self.masters.publish_()  # split masters: what was handed out counts, and ends here
+        self.masters.end_loans_()
         tables, numbering = self._own_(), self.collector.numbering
         self._stepping = collected.there
         self._note_(collected.there)
@@ -129,7 +127,7 @@ class KernelTier(DeviceTier):
         tables = self._own_()
         self._note_(self._stepping)  # entries that were forgotten since, because nothing had stepped
         self.push_()
-        return tables
+        return tables if self._serves() else object()
 
     def push_(self) -> None:
         """Bring the hyperparameters to the device, if they have changed. Syncs: none."""

@@ -79,6 +79,11 @@ class MasterWeights:
         for bucket in buckets:
             bucket.open_(lend=True)
 
+    def end_loans_(self) -> None:
+        """Publish split masters that are lent: what was written there counts, and they are closed. Syncs: none."""
+        if any(bucket.lent for bucket in self.buckets):
+            self.publish_()
+
     @torch.no_grad()
     def close_(self) -> None:
         """Split and free the masters that are neither in use nor lent; see ``Bucket.close_``."""

@@ -104,6 +104,8 @@ class AddressTable:
     def _pinned(self, fresh: Tensor) -> Tensor:
         """Return ``fresh`` in pinned memory; what a captured graph copies from stays for ever."""
         if torch.cuda.is_current_stream_capturing():  # no memory can be pinned now
+            if not self._spare:
+                raise RuntimeError(f"one graph holds at most {SPARE} steps of an optimizer. Capture fewer iterations.")
             self._kept.append(self._spare.pop().copy_(fresh))
             return self._kept[-1]
         while len(self._spare) < SPARE:

@@ -14,6 +14,7 @@ from mixedopt.collecting import has_triton
 from mixedopt.compiled import CompiledTier, check_rule, covering_rule
 from mixedopt.device_scaler import DeviceScaler
 from mixedopt.eager import EagerTier
+from mixedopt.errors import in_one_line
 from mixedopt.fused import FusedTier, is_fused
 from mixedopt.kernel_tier import KernelTier
 from mixedopt.loss_scale import LossScaleConfig
@@ -143,7 +144,7 @@ def _check_kernels(request: Request) -> Rule:
             try_kernels(form_of(rule, inner), device, request.dtypes | {torch.float32}, split=request.split)
     except Exception as error:
         raise ValueError(
-            f"{who}: its kernels cannot be made here ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"{who}: its kernels cannot be made here ({in_one_line(error)}). "
             "Install a C compiler, which Triton needs, or use tier='eager'."
         ) from error
     return rule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 from collections.abc import Callable
@@ -259,6 +260,67 @@ def test_new_values_of_hyperparameters_compile_nothing(device: torch.device, dty
         optimizer.backward(loss_of(model, 3, use_branch=True))
         optimizer.step()
     assert optimizer.applied_steps == 13
+
+
+EDITS: dict[str, Callable[[dict[Any, Any], Any], Any]] = {
+    "count in place": lambda state, param: state[param]["step"].zero_(),
+    "scalar in place": lambda state, param: state[param]["mu_product"].fill_(1.0),
+    "another tensor": lambda state, param: state[param].update(exp_avg=torch.full_like(state[param]["exp_avg"], 0.01)),
+    "another entry": lambda state, param: state.update({param: {}}),
+    "no entry": lambda state, param: state.pop(param),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_state_may_be_edited_between_steps(edit: str, device: torch.device, dtype: torch.dtype) -> None:
+    """By anybody, of one parameter: the next steps go on from there, as in the eager tier."""
+    if device.type == "cuda" and edit.startswith("another"):
+        pytest.skip("on a GPU only edits in place, and entries that are gone, are noticed")
+    found = []
+    for tier in ("eager", "compiled"):
+        model, optimizer = wrapped(device, dtype, MAKES["NAdam"], tier=tier)
+        train(model, optimizer, range(3))
+        master = dict(optimizer.named_masters())["hidden.weight"]
+        EDITS[edit](optimizer.inner.state, master)
+        train(model, optimizer, range(3, 5))
+        found.append((masters_of(optimizer)["hidden.weight"], optimizer.inner.state[master]))
+    (weight, state), (other, values) = found
+    assert torch.allclose(weight, other, rtol=1e-4, atol=1e-6)
+    assert float(state["step"]) == float(values["step"])
+    for name in ("exp_avg", "mu_product"):
+        assert torch.allclose(state[name], values[name].to(state[name].device), rtol=1e-4, atol=1e-6), name
+
+
+def test_the_process_may_change_its_state(device: torch.device, dtype: torch.dtype) -> None:
+    """What makes Dynamo compile anew between steps is no error, however few it allows; nor is autocast, to the bits."""
+    weights = []
+    for context in (contextlib.nullcontext(), torch.autocast(device.type, torch.bfloat16)):
+        model, optimizer = wrapped(device, dtype, tier="compiled")
+        train(model, optimizer, [0])
+        optimizer.backward(loss_of(model, 1))
+        with torch._dynamo.config.patch(recompile_limit=1), context:
+            optimizer.step()
+        weights.append(masters_of(optimizer))
+    assert_same(*weights)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(
+    default: torch.dtype, request: pytest.FixtureRequest, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Neither to the step nor to state, counts included, which are fp32."""
+    runs, before = [], torch.get_default_dtype()
+    request.addfinalizer(lambda: torch.set_default_dtype(before))
+    for kind in (before, default):
+        model = two_group_model(device)
+        torch.set_default_dtype(kind)
+        inner = MAKES["NAdam"](two_groups(model))
+        options: dict[str, Any] = {"loss_scale": SMALL_SCALE, "max_grad_norm": 0.5}
+        optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, tier="compiled", **options)
+        train(model, optimizer, range(3))
+        torch.set_default_dtype(before)
+        runs.append({"masters": masters_of(optimizer), "state": copy.deepcopy(inner.state_dict()["state"])})
+    assert_same(*runs)
 
 
 def test_a_graph_recorded_before_the_step_is_stale(device: torch.device, dtype: torch.dtype) -> None:

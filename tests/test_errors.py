@@ -38,6 +38,7 @@ from mixedopt import (
     StepOrderError,
     convert,
 )
+from mixedopt.errors import in_one_line
 
 
 def refuse(
@@ -703,3 +704,9 @@ def test_a_plain_dict_with_names_is_matched_by_name(device: torch.device, dtype:
     optimizer.load_state_dict(saved)
     state = {name: optimizer.inner.state[master] for name, master in optimizer.named_masters()}
     assert [0.0, 1.0] == [float(state[name]["momentum_buffer"][0, 0]) for name in ("a.weight", "b.weight")]
+
+
+def test_an_exception_without_text_is_told_by_its_type() -> None:
+    """A bare ``assert`` of somebody's, where another error quotes it."""
+    assert in_one_line(AssertionError()) == "AssertionError"
+    assert in_one_line(ValueError("\n one\ntwo")) == "ValueError: one"

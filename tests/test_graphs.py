@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mixedopt import DynamicLossScale, LossScaleError, MixedPrecisionOptimizer, StaticLossScale, graphed
+from mixedopt import (
+    DynamicLossScale,
+    LossScaleError,
+    MixedPrecisionOptimizer,
+    StaticLossScale,
+    StepOrderError,
+    graphed,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +76,36 @@ def test_a_graph_replays_the_run(tier: str, gradients: str) -> None:
     assert rest == more
     assert all(torch.equal(one, other) for one, other in zip(tensors, values, strict=True))
     assert [index for index, (skipped, _) in enumerate(rest[0]) if skipped] == list(BAD)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_split_masters_may_be_lent_between_calls(tier: str) -> None:
+    """Before the capture and between replays, edited and published or only read: as without a graph."""
+    found = []
+    for captured in (False, True):
+        model, optimizer, step = build(tier, master="split")
+        run = graphed(step, *batch(1)) if captured else step
+        for index in range(14):
+            run(*batch(index))
+            if index in (2, 6, 9):
+                shown = dict(optimizer.named_masters())
+                if index == 6:
+                    with torch.no_grad():
+                        shown["0.weight"].mul_(0.5)
+                    optimizer.publish()
+        found.append([*everything(model, optimizer), *optimizer.master_state_dict().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_graph_of_a_removed_conversion_is_not_replayed() -> None:
+    """The weights that it writes to are gone."""
+    _, optimizer, step = build("compiled")
+    run = graphed(step, *batch(1))
+    for index in range(1, 6):
+        run(*batch(index))
+    optimizer.policy_handle.remove()
+    with pytest.raises(StepOrderError, match="the conversion was removed"):
+        run(*batch(6))
 
 
 def test_a_compiled_model_can_be_captured() -> None:

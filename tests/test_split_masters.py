@@ -34,6 +34,11 @@ from mixedopt.masters import MasterWeights
 from mixedopt.split import join, remainder_of
 
 
+def fused_adamw(params: Any) -> torch.optim.Optimizer:
+    """Return one that all tiers serve."""
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
 def buckets(optimizer: MixedPrecisionOptimizer) -> list[Bucket]:
     """Return the buckets of half parameters."""
     return [bucket for bucket in optimizer._roster.masters.buckets if bucket.is_half]
@@ -233,6 +238,33 @@ def test_named_masters_lends_until_the_next_publish(device: torch.device, dtype:
     assert not shown["hidden.weight"].isnan().any()
     train(model, optimizer, [0])
     assert is_closed(optimizer)
+
+
+@pytest.mark.parametrize("tier", ["eager", "fused", "compiled"])
+def test_a_step_ends_the_loan_in_every_tier(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Edits that were not published count; afterwards the masters are closed, and the step is that of fp32 masters."""
+    runs = pair(device, dtype, fused_adamw, tier=tier)
+    for steps in (range(1), range(1, 2)):
+        for model, optimizer in runs:
+            shown = dict(optimizer.named_masters())
+            with torch.no_grad():
+                shown["hidden.weight"].mul_(0.5)
+            train(model, optimizer, steps)
+        round_(runs[1][1])
+        assert is_closed(runs[0][1])
+    assert_same(values(runs[0][1]), values(runs[1][1]))
+
+
+def test_a_replay_finds_the_masters_closed(device: torch.device, dtype: torch.dtype) -> None:
+    """A graph works on the halves: what was lent since the last call counts, and is closed before."""
+    model, optimizer = wrapped(device, dtype, fused_adamw, tier="fused", master="split")
+    train(model, optimizer, [0])
+    shown = dict(optimizer.named_masters())
+    with torch.no_grad():
+        shown["hidden.weight"].fill_(0.5)
+    optimizer._tier.before_replay_()
+    assert is_closed(optimizer)
+    assert (model.hidden.weight == 0.5).all()
 
 
 def test_the_inner_optimizers_parameters_are_nan_between_steps(device: torch.device, dtype: torch.dtype) -> None:

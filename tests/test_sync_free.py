@@ -262,6 +262,90 @@ def test_what_needs_the_host_goes_by_the_eager_tier(tier: str, device: torch.dev
     assert found[0] == found[1] == (7, 1, 64.0, 1)
 
 
+def test_hooks_of_the_inner_optimizer_see_unscaled_gradients(
+    tier: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Those that the eager tier shows, to read and to edit; a skipped step calls no hook."""
+    seen: dict[str, list[Tensor]] = {"eager": [], tier: []}
+    masters = []
+    for each, grads in seen.items():
+        model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=each)
+
+        def edit(inner: torch.optim.Optimizer, *args: Any, grads: list[Tensor] = grads) -> None:
+            mine = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
+            grads.extend(grad.clone() for grad in mine)
+            torch._foreach_clamp_max_(mine, 1e-3)
+
+        optimizer.inner.register_step_pre_hook(edit)
+        train(model, optimizer, [0])
+        overflow(optimizer)
+        masters.append(masters_of(optimizer))
+    assert_same(seen["eager"], seen[tier])
+    assert_same(*masters)
+
+
+def test_the_host_is_told_of_a_load_at_once(device: torch.device, dtype: torch.dtype) -> None:
+    """Not by the next step, before which it would take the old count of skips for news, and miss as many later."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier="fused")
+    train(model, optimizer, [0])
+    saved = through_file(optimizer.state_dict())
+    overflow(optimizer)
+    train(model, optimizer, [1])
+    optimizer.load_state_dict(saved)
+    tell(optimizer)
+    told, standing = (
+        Standing(*each.tolist()) for each in (optimizer._tier.scaler.told, optimizer._tier.scaler.standing)
+    )
+    assert told == standing
+    assert (told.skipped, told.applied) == (0, 1)
+
+
+def test_statistics_loaded_before_a_replay_stand(device: torch.device, dtype: torch.dtype) -> None:
+    """What a skip inside a graph brings back is what was there before the call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
+    optimizer = MixedPrecisionOptimizer(MAKES["AdamW"](model.parameters()), model, dtype=dtype, tier="fused")
+    optimizer.backward(model(torch.ones(3, 4, device=device)).square().mean())
+    optimizer.step()
+    model[1].running_mean.fill_(5.0)
+    optimizer._tier.before_replay_()
+    model[1].running_mean.fill_(9.0)  # as the forward inside the graph does
+    optimizer._tier.statistics.restore_if_(torch.ones((), device=device))
+    assert (model[1].running_mean == 5.0).all()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_fused_step_that_raises_counts_for_nothing(
+    steps: int, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Out of memory, say, in the first step or later: counters and scale are as before, and training goes on."""
+    scale = DynamicLossScale(init_scale=64.0, growth_interval=2)
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier="fused", loss_scale=scale)
+    train(model, optimizer, range(steps))
+    before = snapshot(model, optimizer)
+
+    def fails(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.inner, "step", fails)
+        with pytest.raises(MemoryError):
+            train(model, optimizer, [9])
+    assert_same(before, snapshot(model, optimizer))
+    assert optimizer.state_dict()["mixedopt"]["loss_scale"]["state"]["growth_tracker"] == steps % 2
+    train(model, optimizer, [steps])
+    assert optimizer.applied_steps == steps + 1
+
+
+def test_parameters_may_all_be_empty(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """As with the bare optimizer, such a step is applied."""
+    empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype, device=device))
+    optimizer = MixedPrecisionOptimizer(MAKES["AdamW"]([empty]), tier=tier)
+    for _ in range(2):
+        optimizer.backward(empty.sum().float())
+        optimizer.step()
+    assert (optimizer.applied_steps, optimizer.skipped_steps, optimizer.last_step.grad_norm) == (2, 0, 0.0)
+
+
 def test_a_tier_that_does_not_serve_says_so(device: torch.device, dtype: torch.dtype) -> None:
     """A named one insists, with a remedy, and converts nothing."""
     for make, options, words in (

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mixedopt import Rule, register_rule
-from mixedopt.rules import RULES, rule_for
+from mixedopt import MixedPrecisionOptimizer, Rule, register_rule
+from mixedopt.rules import RULES, fault_of, rule_for
 
 # Torch forms 1 - beta**step by a subtraction, which costs 3 digits of 16 at 0.999; RAdam's length is a difference of
 # numbers near 2000 that hold it. Formulas that differ do so in the first digits.
@@ -434,3 +434,50 @@ def test_names_of_state_differ(names: dict[str, Any]) -> None:
     """From each other, and from the count's."""
     with pytest.raises(ValueError, match=r"must differ, and none be 'step'\. For 'step' set counts=True"):
         replace(SCALED, **names)
+
+
+@pytest.mark.parametrize("name", ["serves", "hyper", "numbers", "update", "initial"])
+def test_functions_are_functions(name: str) -> None:
+    """Said when the rule is made, in one line."""
+    with pytest.raises(TypeError, match=rf"^Rule\({name}=3\): must be a function\. See docs"):
+        replace(SCALED, **{name: 3})
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    r"hyper\(group\) returned 0\.1: must be a tuple of numbers": {"hyper": lambda group: group["lr"]},
+    r"hyper\(group\) returned \('0\.1',\): must be a tuple": {"hyper": lambda group: ("0.1",)},
+    r"numbers\(\) returned tuple: must be two tuples": {"numbers": lambda step, hyper, scalars: hyper},
+    r"numbers\(\) returned 1 new scalars: must be 0": {
+        "numbers": lambda step, hyper, scalars: (hyper, (step.float(),))
+    },
+    r"numbers\(\) returned a shape \(\) for 2 lines": {"numbers": lambda step, hyper, scalars: ((step.sum(),), ())},
+    r"update\(\) returned Tensor: must be a tuple of 2": {"update": lambda param, grad, numbers, last: param},
+    r"update\(\) returned 1 values: must be a tuple of 2": {"update": lambda param, grad, numbers, last: (param,)},
+    r"update\(\) wrote into a tensor": {"update": lambda param, grad, numbers, last: (param.sub_(grad), grad)},
+    r"update\(\) returned a shape \(\) for parameters": {
+        "update": lambda param, grad, numbers, last: (param.sum(), grad)
+    },
+    r"update\(\) left zeros": {"update": lambda param, grad, numbers, last: (param, grad / last)},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_rule_is_refused_before_anything_is_converted(words: str) -> None:
+    """By the compiled tier, saying what is wrong with it; a shape would be broadcast over the weights in silence."""
+    model = nn.Linear(3, 2)
+    handle = register_rule(Scaled, replace(SCALED, **WRONG[words]))
+    try:
+        with pytest.raises(ValueError, match=rf"^the Rule of Scaled: {words}.* or use tier='eager'\.$"):
+            MixedPrecisionOptimizer(Scaled(model.parameters()), model, tier="compiled")
+    finally:
+        handle.remove()
+    assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_no_fault_is_found_in_the_library_s_rules(kind: type[torch.optim.Optimizer]) -> None:
+    """With any options that they serve; nor does the search need the default device or dtype."""
+    group = kind([nn.Parameter(torch.ones(3))]).param_groups[0]
+    for rule in RULES[kind]:
+        with torch.device("meta"):
+            assert fault_of(rule, group) is None

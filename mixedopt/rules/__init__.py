@@ -8,6 +8,6 @@ is; ``moments``, ``squares`` and ``gradients`` hold those of torch.optim;
 """
 
 from mixedopt.rules.registry import RULES, RuleHandle, register_rule, rule_for
-from mixedopt.rules.rule import Rule
+from mixedopt.rules.rule import Rule, fault_of
 
-__all__ = ["RULES", "Rule", "RuleHandle", "register_rule", "rule_for"]
+__all__ = ["RULES", "Rule", "RuleHandle", "fault_of", "register_rule", "rule_for"]

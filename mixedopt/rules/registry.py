@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mixedopt.errors import shown
 from mixedopt.rules.gradients import ASGD, MOMENTUM, RPROP, SGD
 from mixedopt.rules.moments import ADAM, ADAMAX, AMSGRAD, NADAM, RADAM
 from mixedopt.rules.rule import Rule
@@ -69,13 +70,13 @@ def register_rule(optimizer_class: type[torch.optim.Optimizer], *rules: Rule) ->
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(
-            f"register_rule({optimizer_class!r}): must be a class of torch.optim.Optimizer. "
+            f"register_rule({shown(optimizer_class)}): must be a class of torch.optim.Optimizer. "
             "Pass the class itself, not an instance."
         )
     name = optimizer_class.__name__
     others = [rule for rule in rules if not isinstance(rule, Rule)]
     if others or not rules:
-        found = repr(others[0]) if others else "nothing"
+        found = shown(others[0]) if others else "nothing"
         raise TypeError(f"register_rule({name}): got {found} where a Rule must be. Pass one or more mixedopt.Rule.")
     if optimizer_class in RULES or optimizer_class in _REGISTERED:
         raise ValueError(

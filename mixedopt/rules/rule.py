@@ -5,8 +5,10 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Group = Mapping[str, Any]
@@ -57,6 +59,7 @@ class Rule:
 
     Raises:
         ValueError: names are not a tuple of distinct strings, or ``step`` is one.
+        TypeError: what must be a function is none.
     """
 
     state: tuple[str, ...]
@@ -76,6 +79,9 @@ class Rule:
         names = (*self.state, *self.scalars)
         if len({*names, "step"}) <= len(names):
             raise ValueError(f"Rule: the names {names} must differ, and none be 'step'. For 'step' set counts=True.")
+        for what in ("serves", "hyper", "numbers", "update", "initial"):
+            if not callable(function := getattr(self, what)):
+                raise TypeError(f"Rule({what}={function!r}): must be a function. See docs/update-rules.md.")
         object.__setattr__(self, "step_", _in_place(self.update))
 
 
@@ -91,8 +97,55 @@ def _in_place(update: Callable[..., tuple[Tensor, ...]]) -> Callable[..., None]:
             model.copy_(param)
         master.copy_(param)
 
-    code = step_.__code__.replace(co_name=f"{update.__name__}_step_")
+    code = step_.__code__.replace(co_name=f"{getattr(update, '__name__', 'update')}_step_")
     return types.FunctionType(code, step_.__globals__, code.co_name, None, step_.__closure__)
+
+
+@torch.no_grad()
+def fault_of(rule: Rule, group: Group) -> str | None:
+    """Return what is wrong with a rule, ``None`` if nothing is to be seen in a step from zeros.
+
+    Whether it is the optimizer's formula, nobody can see here; but a wrong shape would be broadcast over the weights.
+
+    Args:
+        rule: steps two lines of three values, all zero, as padding is.
+        group: hyperparameters that it serves.
+
+    Raises:
+        Exception: whatever the rule's functions raise.
+
+    Syncs: none; all is on the host.
+    """
+    hyper = rule.hyper(group)
+    if not isinstance(hyper, tuple) or not all(isinstance(value, Real) for value in hyper):
+        return f"hyper(group) returned {hyper!r}: must be a tuple of numbers"
+    lines = torch.ones(2, dtype=torch.float64, device="cpu")
+    found = rule.numbers(lines, tuple(lines * value for value in hyper), tuple(lines.float() for _ in rule.scalars))
+    if not isinstance(found, tuple) or [type(part) for part in found] != [tuple, tuple]:
+        return f"numbers() returned {type(found).__name__}: must be two tuples, (numbers, new scalars)"
+    numbers, scalars = found
+    if len(scalars) != len(rule.scalars):
+        return (
+            f"numbers() returned {len(scalars)} new scalars: must be {len(rule.scalars)}, as scalars={rule.scalars!r}"
+        )
+    if odd := [tuple(each.shape) for each in (*numbers, *scalars) if each.shape != lines.shape]:
+        return f"numbers() returned a shape {odd[0]} for 2 lines: must be (2,), one entry for each line"
+    return _fault_of_update(rule, tuple(number.float()[0] for number in numbers))
+
+
+def _fault_of_update(rule: Rule, numbers: tuple[Tensor, ...]) -> str | None:
+    given = [torch.zeros(3, dtype=torch.float32, device="cpu") for _ in range(2 + len(rule.state))]
+    found = rule.update(given[0], given[1], numbers, *given[2:])
+    if not isinstance(found, (tuple, list)) or len(found) != len(given) - 1:
+        what = f"{len(found)} values" if isinstance(found, (tuple, list)) else type(found).__name__
+        return f"update() returned {what}: must be a tuple of {len(given) - 1}, the parameter and state={rule.state!r}"
+    if any(each._version for each in given):
+        return "update() wrote into a tensor that it was given: must return new ones"
+    if odd := [tuple(each.shape) for each in found if each.shape != given[0].shape]:
+        return f"update() returned a shape {odd[0]} for parameters of (3,): must be theirs"
+    if bool(found[0].any()) or not all(bool(each.isfinite().all()) for each in found):
+        return "update() left zeros, as the padding between parameters is: the parameter must stay 0, the state finite"
+    return None
 
 
 def plain(group: Group, *keys: str) -> bool:
