@@ -16,7 +16,7 @@ from mixedopt.assembly import Options, assemble
 from mixedopt.closures import evaluates_once, step_with_
 from mixedopt.errors import StepOrderError
 from mixedopt.export import master_model, master_state_dict, trained_model
-from mixedopt.groups import GroupView, init_protocol
+from mixedopt.groups import GroupView, init_protocol, watched
 from mixedopt.loss_scale import LossScaleConfig
 from mixedopt.policy import CastPolicy, PolicyHandle
 from mixedopt.report import StepReport
@@ -160,6 +160,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             self._parts.adopt_unfrozen_()
             self._tier.unscale_()
 
+    @watched
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the gradients to the masters and publish them, or skip.
 
@@ -210,15 +211,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
         Unscaled and droppable gradients are dropped either way.
         """
-        for param in self._roster.names:
-            if set_to_none or param.grad is None:
-                param.grad = None
-            else:
-                param.grad.detach_().zero_()
         if set_to_none:
+            for param in self._roster.names:
+                param.grad = None
             self._tier.drop_gradients_()
-        else:
-            self._tier.zero_gradients_()
+            return
+        for grad in (param.grad for param in self._roster.names if param.grad is not None):
+            grad.detach_().zero_()
+        self._tier.zero_gradients_()
 
     # -- what is so -------------------------------------------------------
 

@@ -30,6 +30,7 @@ from models import adamw as make_adamw
 from models import momentum as make_momentum
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mixedopt import MixedPrecisionOptimizer, StaticLossScale
 
@@ -275,6 +276,24 @@ def test_step_hooks_of_the_wrapper_run_at_every_step(device: torch.device, dtype
         handle.remove()
     overflow(optimizer)
     assert len(calls) == 4
+
+
+def test_whoever_looks_at_the_steps_of_all_optimizers_sees_these(device: torch.device, dtype: torch.dtype) -> None:
+    """Hooks on the steps of every optimizer run once a step while they are registered; a profiler sees its range."""
+    optimizer, seen = half_optimizer(device, dtype), []
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, a, k: seen.append("pre") if o is optimizer else None),
+        register_optimizer_step_post_hook(lambda o, a, k: seen.append("post") if o is optimizer else None),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+        optimizer.step()
+    assert seen == ["pre", "post", "post"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    names = [event.name for event in profiler.events()]
+    assert names.count("Optimizer.step#MixedPrecisionOptimizer.step") == 1
 
 
 def test_step_hooks_of_the_inner_optimizer_run_for_applied_steps_only(device: torch.device, dtype: torch.dtype) -> None:
