@@ -218,11 +218,12 @@ class Bucket:
         """
         self._check_places()
         if self.is_half and list(map(_VERSION, self.params)) != self._versions:
-            if self.is_open:
-                self.refresh_()
-                return
-            for index in range(len(self.params)):
-                self.adopt_(index)
+            with torch.no_grad():  # in the rare case alone: a context costs as much as the look at ten weights
+                if self.is_open:
+                    self.refresh_()
+                    return
+                for index in range(len(self.params)):
+                    self.adopt_(index)
 
     def shows_masters(self) -> bool:
         """True iff every weight is its master, rounded; closed ones: is as it was made. Syncs: one read."""
@@ -247,9 +248,10 @@ class Bucket:
                     f"parameter {slot.name!r} was moved out of the optimizer's flat storage (model.to(), p.data = "
                     "...): its master would be lost. Move the model before wrapping it, and edit weights in place."
                 )
-        for _, param, view in moved:
-            view.copy_(param.detach())
-            param.data = view
+        with torch.no_grad():
+            for _, param, view in moved:
+                view.copy_(param.detach())
+                param.data = view
 
     def reclaim_(self) -> None:
         """Bring back masters that the inner optimizer has moved (``p.data = p.data.contiguous()``). Syncs: none.

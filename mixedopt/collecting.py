@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mixedopt.gradients import FP32_MAX, global_norm, largest
 from mixedopt.masters import MasterWeights
-from mixedopt.numbering import AddressTable, Numbering
+from mixedopt.numbering import AddressTable, Numbering, on_device
 from mixedopt.window import Window
 
 THERE = 16  # the address of a gradient of no values
@@ -193,7 +193,7 @@ class Collector:
         from mixedopt.gather_kernels import gather_, measure_
 
         where = (self.table.parts[index], pieces, waiting.dtypes[index])
-        with torch.cuda.device(evidence.device):
+        with on_device(evidence.device):
             if wide:
                 gather_(*where, wide[index], evidence, self.table.aligned)
             else:

@@ -20,7 +20,7 @@ from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
 from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.groups import has_hooks
-from mixedopt.numbering import Numbering
+from mixedopt.numbering import Numbering, on_device
 from mixedopt.rules import Rule
 
 
@@ -99,7 +99,7 @@ class KernelTier(DeviceTier):
             self.push_()
         judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
         of_slots = (self.collector.table.at_home, tables.steps, tables.hyper, tables.group_of, tables.numbers)
-        with torch.cuda.device(self.home):
+        with on_device(self.home):
             launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
         for index, dtype in enumerate(collected.dtypes):
             self._update_(tables, index, dtype)
@@ -116,7 +116,7 @@ class KernelTier(DeviceTier):
             own = (bucket.flat_model, bucket.flat_remainder)
         aligned = table.aligned and pieces.aligned
         launch = update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
-        with torch.cuda.device(device):
+        with on_device(device):
             numbers = tables.parts[index].to(device, non_blocking=True)
             launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
         bucket.note_published_(self._marks[index])

@@ -96,7 +96,6 @@ class MasterWeights:
         bucket, index = self._places[param]
         return bucket.value(index)
 
-    @torch.no_grad()
     def adopt_edits_(self) -> None:
         """Notice weights written in place; see ``Bucket.adopt_edits_``."""
         for bucket in self.buckets:

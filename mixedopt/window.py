@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from mixedopt.gradients import GradientBuffer, global_norm, largest, widen_spars
 from mixedopt.holding import HeldGradients, join
 from mixedopt.masters import MasterWeights
 
+_GRAD: Any = operator.attrgetter("grad")  # mapped: faster than a comprehension, every step
 # A flat half buffer -> its L2 norm, fp64, 0-d.
 NormOfHalf = Callable[[Tensor], Tensor]
 # (micro-steps in the sum, micro-steps of the window) -> factor on the sum.
@@ -133,7 +136,7 @@ class Window:
         Syncs: none; one with droppable micro-steps, one per sparse gradient.
         """
         buckets = self._masters.buckets
-        grads = [[param.grad for param in bucket.params] for bucket in buckets]
+        grads: list[list[Tensor | None]] = [list(map(_GRAD, bucket.params)) for bucket in buckets]
         fresh = any(grad is not None for mine in grads for grad in mine)
         if self.unscaled:
             if fresh or (self._held is not None and self._held.holds):
@@ -158,7 +161,7 @@ class Window:
             return None
         if self.stale and (self.holds or self._in_model()):
             raise StepOrderError(STALE)
-        return [[param.grad for param in bucket.params] for bucket in self._masters.buckets]
+        return [list(map(_GRAD, bucket.params)) for bucket in self._masters.buckets]
 
     def plain_stores(self) -> list[tuple[Tensor, list[bool]]] | None:
         """Return each bucket's sum and which of its slots are there; ``None`` if autograd holds the gradients.
