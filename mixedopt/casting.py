@@ -84,9 +84,10 @@ def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def held(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``lowered``, for one tensor that may require a gradient."""
+    """As ``lowered``, for one tensor of a wider dtype that may require a gradient."""
     half = value.to(dtype)
-    return torch.where((half == -torch.inf) & (value != -torch.inf), torch.finfo(dtype).min, half)
+    lost = (half == -torch.inf).logical_and_(value != -torch.inf)
+    return half.masked_fill_(lost, torch.finfo(dtype).min)
 
 
 def _refilled(value: Any, items: list[Any]) -> Any:
@@ -180,8 +181,8 @@ class CastInputs:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Return the arguments with their tensors cast, ``None`` if nothing is to be done."""
-        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dtype == self.dtype:
-            return None  # by far the commonest call
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and not self.positions:  # the commonest call
+            return None if args[0].dtype == self.dtype else ((self._cast(args[0]),), kwargs)
         if self.positions:
             args = tuple([a if i in self.positions or i > self.rest else self._cast(a) for i, a in enumerate(args)])
         else:
