@@ -84,7 +84,11 @@ class Collector:
         self._window = window
         self._home = home
         self._wide = wide
-        self._kernels = kernels
+        self._kernels: Any = None
+        if kernels:
+            from mixedopt import gather_kernels
+
+            self._kernels = gather_kernels
         self._number_()
 
     def collect_(self) -> Collected | None:
@@ -190,14 +194,12 @@ class Collector:
         evidence, pieces = self._evidence[index], self.numbering.pieces[index]
         if not self._kernels:
             return self._measured(index, waiting, wide[index])
-        from mixedopt.gather_kernels import gather_, measure_
-
         where = (self.table.parts[index], pieces, waiting.dtypes[index])
         with on_device(evidence.device):
             if wide:
-                gather_(*where, wide[index], evidence, self.table.aligned)
+                self._kernels.gather_(*where, wide[index], evidence, self.table.aligned)
             else:
-                measure_(*where, evidence, self.table.aligned)
+                self._kernels.measure_(*where, evidence, self.table.aligned)
         return evidence
 
     def _measured(self, index: int, waiting: Waiting, flat: Tensor) -> Tensor:

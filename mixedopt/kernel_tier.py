@@ -31,23 +31,27 @@ class Tables:
         steps: fp32, how many steps each slot has made.
         scalars: fp32, the rule's.
         group_of: int32.
-        form: what the kernels are written for.
+        kernels: the room of the kernels, which needs Triton.
+        form: what they are written for.
         hyper: fp64, a row for each group.
         numbers: fp32, a row for each slot.
         states: of each bucket.
     """
 
     def __init__(self, rule: Rule, inner: torch.optim.Optimizer, numbering: Numbering) -> None:
-        from mixedopt.step_kernels import form_of, row_of
+        from mixedopt import step_kernels
 
+        self.kernels = step_kernels  # an import statement in each step would cost more than what it imports
         self.numbering = numbering
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
-        self.form = form_of(rule, inner)
+        self.form = step_kernels.form_of(rule, inner)
         # Kernels know the dtypes: the default one may be another.
         self.steps = torch.zeros(slots, dtype=torch.float32, device=home)
         self.scalars = tuple(torch.zeros_like(self.steps) for _ in rule.scalars)
-        self.hyper = torch.zeros((len(groups), len(row_of(self.form, groups[0]))), dtype=torch.float64, device=home)
+        self.hyper = torch.zeros(
+            (len(groups), len(step_kernels.row_of(self.form, groups[0]))), dtype=torch.float64, device=home
+        )
         self.numbers = torch.zeros((slots, self.form.width), dtype=torch.float32, device=home)
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         group_of = [0] * slots
@@ -89,8 +93,6 @@ class KernelTier(DeviceTier):
         return served and not has_hooks(self.inner)
 
     def _advance_(self, collected: Collected, report: Tensor) -> None:
-        from mixedopt.step_kernels import launch_plan
-
         self.masters.end_loans_()
         tables, numbering = self._own_(), self.collector.numbering
         self._stepping = collected.there
@@ -100,14 +102,12 @@ class KernelTier(DeviceTier):
         judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
         of_slots = (self.collector.table.at_home, tables.steps, tables.hyper, tables.group_of, tables.numbers)
         with on_device(self.home):
-            launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
+            tables.kernels.launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
         for index, dtype in enumerate(collected.dtypes):
             self._update_(tables, index, dtype)
 
     def _update_(self, tables: Tables, index: int, grads: torch.dtype) -> None:
         """Step one bucket."""
-        from mixedopt.step_kernels import update_launcher, where_of
-
         state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
         bucket, device = state.bucket, pieces.slot.device
         split = bucket.flat_remainder is not None
@@ -115,10 +115,10 @@ class KernelTier(DeviceTier):
         if bucket.flat_remainder is not None:
             own = (bucket.flat_model, bucket.flat_remainder)
         aligned = table.aligned and pieces.aligned
-        launch = update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
+        launch = tables.kernels.update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
         with on_device(device):
             numbers = tables.parts[index].to(device, non_blocking=True)
-            launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
+            launch(pieces.number, (*tables.kernels.where_of(pieces), numbers, table.parts[index], *own, *state.flats))
         bucket.note_published_(self._marks[index])
 
     def before_replay_(self) -> object:
@@ -131,14 +131,13 @@ class KernelTier(DeviceTier):
 
     def push_(self) -> None:
         """Bring the hyperparameters to the device, if they have changed. Syncs: none."""
-        from mixedopt.step_kernels import row_of
-
-        if self._tables is None:
+        tables = self._tables
+        if tables is None:
             return
-        rows = [row_of(self._tables.form, group) for group in self.inner.param_groups]
+        rows = [tables.kernels.row_of(tables.form, group) for group in self.inner.param_groups]
         if rows != self._pushed:
             fresh = torch.tensor(rows, dtype=torch.float64, pin_memory=True, device="cpu")
-            self._tables.hyper.copy_(fresh, non_blocking=True)
+            tables.hyper.copy_(fresh, non_blocking=True)
             self._pushed = rows
 
     def _note_(self, there: Sequence[bool]) -> None:
