@@ -77,6 +77,8 @@ IN_PLACE = {"add_": torch.add, "sub_": torch.sub, "__iadd__": torch.add, "__isub
 # What makes a half tensor of a wider one.
 NARROWS = frozenset(["bfloat16", "half", "to", "type", "type_as"])
 SOFTMAX = frozenset(["log_softmax", "softmax", "softmin"])
+# Of all others a mode leaves the operands alone: most calls, and every look at an attribute of a tensor.
+RULED = PRODUCTS | STATISTICS | WRITES | CONSTANTS | FILLS | MAKERS | NARROWS | frozenset(IN_PLACE)
 
 
 def function_name(function: str | Callable[..., Any]) -> str:
@@ -139,6 +141,7 @@ class FunctionCasts(TorchFunctionMode):
         self.masks = masks
         self.narrows = narrows
         self.acted = False
+        self._ruled = RULED | names
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -147,6 +150,8 @@ class FunctionCasts(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         name = SPELLINGS.get(name, name)
+        if name not in self._ruled:
+            return func(*args, **kwargs)
         if kwargs.get("out") is not None:  # that is written to, whatever its dtype
             return func(*args, **kwargs)
         if name in self.names:
