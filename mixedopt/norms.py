@@ -143,10 +143,6 @@ def group_norm(
 
 def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Choose who computes."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._is_torch_function_mode_enabled() and x.is_cuda and _all_plain(x, weight, bias):
-        with torch._C.DisableTorchFunction():  # else a mode is called for each of our looks at a tensor
-            return _norm(norm, x, weight, bias)
     single = torch.float32
     if (
         x.dtype not in HALF
@@ -156,7 +152,7 @@ def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     ):
         return _cast_up(norm, x, weight, bias)
     # Inductor fuses the casts. A transform, or a derivative on the way forward, has no rule for a Function.
-    if compiling or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return norm.plain(x.float(), weight, bias).to(x.dtype)
     if not (x.is_cuda and _fusible(norm, x, weight, bias)):
         return _Transient.apply(x, weight, bias, norm)  # type: ignore[no-any-return, no-untyped-call]
@@ -192,23 +188,19 @@ def _kernels(device: int) -> Any:
 def _fusible(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True iff the kernels take these; a mode that watches what torch calls would not see them."""
     device = x.get_device()
-    if weight.get_device() != device or not _all_plain(x, weight, bias):
+    if weight.get_device() != device or type(x) not in PLAIN or type(weight) not in PLAIN:
         return False
-    if bias is not None and (bias.get_device() != device or bias.shape != weight.shape):
+    if bias is not None and (bias.get_device() != device or type(bias) not in PLAIN or bias.shape != weight.shape):
         return False
     if x.numel() == 0 or torch._C._len_torch_dispatch_stack() or not norm.fits(x, weight):
         return False
     return _kernels(device) is not None
 
 
-def _all_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    return type(x) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN
-
-
 def _launch(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the result of the kernels, and what backward needs beside the arguments; on the device of x."""
     device = x.get_device()
-    if device == torch._C._cuda_getDevice():
+    if device == torch.cuda.current_device():
         return norm.fused(_kernels(device), x, weight, bias)
     with torch.cuda.device(device):
         return norm.fused(_kernels(device), x, weight, bias)
