@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,15 +35,26 @@ LIBRARY = types.SimpleNamespace(
 )
 
 
-def run(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor]:
-    """Return what the lines of ``function`` compute of ``args``."""
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-    names = [f"a{index}" for index in range(len(leaves))]
-    lines, results = lines_of(function, args, names, "x")
-    text = "\n".join(map(bits_as_views, lines))
-    scope: dict[str, Any] = {"tl": LANGUAGE, "libdevice": LIBRARY, **dict(zip(names, leaves, strict=True))}
-    exec(text, scope)
-    return [scope[result] for result in results]
+Both = tuple[Callable[..., list[Tensor]], Callable[..., Any]]
+
+
+def both(function: Callable[..., Any], *examples: Any) -> Both:
+    """Return the written lines of ``function``, and its trace, as functions of arguments like ``examples``.
+
+    In the trace torch's lerp and its kind, which round once, are what they consist of. Both take time to make.
+    """
+    names = [f"a{index}" for index, leaf in enumerate(torch.utils._pytree.tree_leaves(examples))]
+    lines, results = lines_of(function, examples, names, "x")
+    code = compile("\n".join(map(bits_as_views, lines)), "lines", "exec")
+
+    def written(*args: Any) -> list[Tensor]:
+        leaves = torch.utils._pytree.tree_leaves(args)
+        scope: dict[str, Any] = {"tl": LANGUAGE, "libdevice": LIBRARY, **dict(zip(names, leaves, strict=True))}
+        exec(code, scope)
+        return [scope[result] for result in results]
+
+    apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, examples)
+    return written, make_fx(function, decomposition_table=dict(core_aten_decompositions()))(*apart)
 
 
 def bits_as_views(line: str) -> str:
@@ -63,12 +75,6 @@ def same(found: Sequence[Tensor], expected: Any) -> bool:
     )
 
 
-def in_parts(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, where torch's lerp and its kind, which round once, are what they consist of."""
-    apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, args)
-    return make_fx(function, decomposition_table=dict(core_aten_decompositions()))(*apart)(*args)
-
-
 EVERY_RULE = sorted({(kind.__name__, number) for kind, rules in RULES.items() for number in range(len(rules))})
 
 
@@ -87,21 +93,39 @@ def rule_of(name: str, number: int) -> tuple[Rule, int]:
     raise AssertionError(f"no options for rule {number} of {name}")
 
 
+@functools.cache
+def of_rule(name: str, number: int) -> tuple[Rule, int, Both, Both]:
+    """Return a rule, how many hyperparameters it has, and both forms of its numbers and of its update."""
+    rule, hypers = rule_of(name, number)
+    line = torch.ones(4, dtype=torch.float64)
+    numbers = line, tuple(line.clone() for _ in range(hypers)), tuple(torch.ones(4) for _ in rule.scalars)
+    count = len(rule.numbers(*numbers)[0])
+    update = (torch.ones(8), torch.ones(8), tuple(torch.ones(()) for _ in range(count)))
+    return rule, hypers, both(rule.numbers, *numbers), both(rule.update, *update, *(torch.ones(8) for _ in rule.state))
+
+
 @pytest.mark.parametrize(("name", "number"), EVERY_RULE)
 @given(data=st.data())
 def test_the_lines_of_a_rule_are_the_rule(name: str, number: int, data: st.DataObject) -> None:
     """Numbers and update of every rule, bit for bit, over drawn values."""
-    rule, hypers = rule_of(name, number)
+    rule, hypers, (numbers, its_numbers), (update, its_update) = of_rule(name, number)
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
     steps = torch.randint(1, 1000, (4,), generator=generator).double()
     hyper = tuple(torch.rand(4, generator=generator, dtype=torch.float64) * 0.98 + 0.01 for _ in range(hypers))
     scalars = tuple(torch.rand(4, generator=generator) + 0.1 for _ in rule.scalars)
-    numbers, _ = rule.numbers(steps, hyper, scalars)
-    assert same(run(rule.numbers, (steps, hyper, scalars)), in_parts(rule.numbers, steps, hyper, scalars))
-    singles = tuple(column[0].float() for column in numbers)
+    assert same(numbers(steps, hyper, scalars), its_numbers(steps, hyper, scalars))
+    singles = tuple(column[0].float() for column in rule.numbers(steps, hyper, scalars)[0])
     param, grad, *state = (torch.randn(8, generator=generator) for _ in range(2 + len(rule.state)))
     state = [value.abs() for value in state]
-    assert same(run(rule.update, (param, grad, singles, *state)), in_parts(rule.update, param, grad, singles, *state))
+    assert same(update(param, grad, singles, *state), its_update(param, grad, singles, *state))
+
+
+@functools.cache
+def of_judgement() -> Both:
+    """Return both forms of the judgement."""
+    kinds = Standing, Rules
+    standing, rules = (kind(*(torch.ones((), dtype=torch.float64) for _ in kind._fields)) for kind in kinds)
+    return both(judge, standing, rules, *(torch.ones((), dtype=torch.float64) for _ in range(3)))
 
 
 @given(
@@ -118,7 +142,8 @@ def test_the_lines_of_the_judgement_are_the_judgement(config: Any, size: float, 
     standing = Standing(*(torch.tensor(value, dtype=torch.float64) for value in (*state, *counts)))
     rules = Rules(*(torch.tensor(value, dtype=torch.float64) for value in rules_of(config, limit)))
     args = standing, rules, *(torch.tensor(value, dtype=torch.float64) for value in (size, size, 3.0))
-    assert same(run(judge, args), judge(*args))
+    written, _ = of_judgement()
+    assert same(written(*args), judge(*args))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -131,8 +156,8 @@ def test_the_lines_of_the_split_are_the_split(dtype: torch.dtype) -> None:
     master = master[master.to(dtype).isfinite()]
     half = master.to(dtype)
     rest = remainder_of(master, half)
-    assert torch.equal(run(remainder_of, (master, half))[0], rest)
-    assert torch.equal(run(join, (half, rest))[0], join(half, rest))
+    for function, args in ((remainder_of, (master, half)), (join, (half, rest))):
+        assert torch.equal(both(function, *args)[0](*args)[0], function(*args))
 
 
 @pytest.mark.parametrize("function", [lambda x: x.sum(), lambda x: torch.special.i0(x), lambda x: x + torch.arange(4)])
@@ -152,5 +177,5 @@ def test_what_is_written_in_place_stays_inside() -> None:
 
     x = torch.randn(16, generator=torch.Generator().manual_seed(0))
     before = x.clone()
-    assert torch.equal(run(function, (x,))[0], function(x))
+    assert torch.equal(both(function, x)[0](x)[0], function(x))
     assert torch.equal(x, before)
