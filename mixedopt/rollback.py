@@ -71,6 +71,7 @@ class NormStatistics:
         """Return where the statistics lie, where their copies do, and how many bytes they take; int64, on a GPU."""
         pairs = list(zip(self._live, self._saved, strict=True))
         rows = [[live.data_ptr(), saved.data_ptr(), live.nbytes] for live, saved in pairs]
+        rows += [[0, 0, 0]] * (len(rows) % 2)  # each line of the table then begins at a multiple of 16 bytes
         if rows != self._rows:
             table = torch.tensor(rows, dtype=torch.int64, device="cpu").t().contiguous().pin_memory()
             self._on_device, self._rows = table.to(device, non_blocking=True), rows
