@@ -1,6 +1,6 @@
 """Pieces of a flat buffer, and what a pass over it measures: plans and tensor functions, no kernel.
 
-A pass over a buffer leaves one pair ``(m, s)`` for each piece, or row: the
+A pass over a buffer leaves one pair ``(m, s)`` for each piece: the
 largest absolute value, and the sum of squares in units of its square. So
 ``m**2 * s`` is the sum of squares, whatever the magnitudes: in fp64 nothing
 overflows or underflows, while the pass itself needs no more than fp32.
@@ -16,14 +16,6 @@ import torch
 from torch import Tensor
 
 from mixedopt.flat import ALIGNMENT, Layout
-
-# Values of one pair on a CPU: longer rows lose accuracy in fp32.
-ROW = 512
-# The reciprocal of what lies between these two is a normal number.
-LEAST_UNIT = 2.0**-126
-MOST_UNIT = 2.0**126
-# Under what the smallest fp32 number is in units of ``LEAST_UNIT``: only zero meets it.
-LEAST_REST = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,45 +108,11 @@ def _regions(layout: Layout, piece: int) -> Sequence[tuple[int, int, int, int]]:
     return regions
 
 
-def evidence_of(flat: Tensor) -> Tensor:
-    """Return what a pass over a buffer measures, in rows of ``ROW`` values.
-
-    Under torch.compile it is one pass over memory.
-
-    Args:
-        flat: fp32 or half, 1-d, any size. Not modified.
-
-    Returns:
-        ``(m, s)`` of every row: fp32, ``[2, rows]``, at least one row. m, in
-        the unit of ``flat``, is inf or NaN iff a value is; s is then of no
-        meaning.
-
-    Syncs: none.
-    """
-    whole = flat.numel() // ROW * ROW
-    tail = torch.nn.functional.pad(flat[whole:], (0, whole + ROW - flat.numel()))
-    pairs = _measured(flat[:whole].view(-1, ROW)), _measured(tail.view(1, ROW))
-    return torch.stack([torch.cat(row) for row in zip(*pairs, strict=True)])
-
-
-def _measured(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return m and s of each row.
-
-    ``values / m`` has its three factors inside the sum: a compiler that must finish s row by row after it needs two
-    passes.
-    """
-    values = rows.float()
-    largest = values.abs().amax(dim=1)
-    near = largest.clamp(LEAST_UNIT, MOST_UNIT).reciprocal()
-    rest = (largest * near).clamp(min=LEAST_REST).reciprocal()
-    return largest, (values * near[:, None] * rest[:, None]).square().sum(dim=1)
-
-
 def combine(evidence: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest absolute value and the L2 norm of what was measured.
 
     Args:
-        evidence: ``(m, s)`` of each piece or row, fp32, ``[2, number]``.
+        evidence: ``(m, s)`` of each piece, fp32, ``[2, number]``.
 
     Returns:
         Both fp64, 0-d, in the unit of m. They are inf or NaN iff a value is,

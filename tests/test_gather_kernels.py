@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from evidence import evidence_of
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layouts, named_tensors
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from mixedopt.flat import Layout, Slot, plan_layout
 from mixedopt.gradients import GradientBuffer
-from mixedopt.pieces import Pieces, combine, evidence_of, plan_pieces
+from mixedopt.pieces import Pieces, combine, plan_pieces
 
 pytestmark = pytest.mark.gpu
 

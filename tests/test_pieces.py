@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import shutil
 import time
 
 import pytest
 import torch
+from evidence import ROW, evidence_of
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TensorSpec, layouts, named_tensors
 from torch import Tensor
 
-from mixedopt.compiled import RECOMPILE_LIMIT
 from mixedopt.flat import ALIGNMENT, Layout, Slot, plan_layout
-from mixedopt.pieces import ROW, Pieces, combine, evidence_of, plan_pieces
+from mixedopt.pieces import Pieces, combine, plan_pieces
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -237,17 +235,3 @@ def test_every_row_is_measured(size: int, device: torch.device) -> None:
     assert torch.equal(largest, rows.abs().amax(1))
     assert torch.equal(squares == 0, largest == 0)
     assert bool(((squares <= ROW * (1 + NORM_TOLERANCE)) & ((squares >= 1 - NORM_TOLERANCE) | (squares == 0))).all())
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_compiled_pass_measures_the_same(dtype: torch.dtype, device: torch.device) -> None:
-    """In one graph, at any size: what the plain functions find, and subnormal numbers are not flushed."""
-    measure = torch.compile(lambda flat: combine(evidence_of(flat)), dynamic=True, fullgraph=True)
-    low, high = EXPONENTS[dtype]
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
-        for size, exponent in itertools.product((64, 5 * ROW + 64, 7 * ROW), (low + 3, 0, high)):
-            flat = (torch.randn(size, dtype=torch.float64).clamp(-1, 1) * 2.0**exponent).to(dtype)
-            for value in (float(flat[0]), math.inf, math.nan):
-                flat[size // 2] = value
-                check(flat, measure(flat.to(device)))
