@@ -11,9 +11,8 @@ learning rate), it is the inner optimizer's.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -128,7 +127,7 @@ class CompiledTier(EagerTier):
         if not self._covers():
             hand_over_(self.inner, self._rule)
             super()._apply_(decision)
-            self._adopted = None  # the inner optimizer may have made state of its own
+            self.disown_()  # the inner optimizer may have made state of its own
             return
         self._adopt_()
         factor = decision.inverse
@@ -174,15 +173,9 @@ class CompiledTier(EagerTier):
         covered = all(self._rule.serves(group) for group in self.inner.param_groups)
         return covered and not self.window.sparse and not has_hooks(self.inner)
 
-    @contextlib.contextmanager
-    def undone_if_it_raises(self, device: torch.device | None = None) -> Iterator[None]:
-        """As in the eager tier; what is brought back lies elsewhere."""
-        try:
-            with super().undone_if_it_raises(device):
-                yield
-        except BaseException:
-            self._adopted = None
-            raise
+    def disown_(self) -> None:
+        """See the eager tier: what is there now is taken over by the next step."""
+        self._adopted = None
 
     def _adopt_(self) -> None:
         """Make sure that the inner state is ours; after a load, and when parameters were added."""

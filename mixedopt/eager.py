@@ -234,6 +234,9 @@ class EagerTier:
             not decision.skip, decision.skip, reason, self.window.dropped, norm, self.scaler.state.scale.clone()
         )
 
+    def disown_(self) -> None:
+        """Note that the inner optimizer's state may have been replaced."""
+
     def settle_(self) -> None:
         """Make the inner optimizer's state what it would be by its own steps."""
 
@@ -341,6 +344,7 @@ class EagerTier:
                     yield
             except BaseException:
                 self.applied_steps, self.skipped_steps, self.skips_in_a_row, self.last_step = before
+                self.disown_()
                 self.masters.publish_()
                 raise
 

@@ -8,8 +8,7 @@ the inner optimizer's own step, by way of the eager tier.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -111,9 +110,10 @@ class KernelTier(DeviceTier):
         state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
         bucket, device = state.bucket, pieces.slot.device
         split = bucket.flat_remainder is not None
-        own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
         if bucket.flat_remainder is not None:
-            own = (bucket.flat_model, bucket.flat_remainder)
+            own: tuple[Tensor, ...] = (bucket.flat_model, bucket.flat_remainder)
+        else:
+            own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
         aligned = table.aligned and pieces.aligned
         launch = tables.kernels.update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
         with on_device(device):
@@ -188,14 +188,8 @@ class KernelTier(DeviceTier):
     def _apply_(self, decision: Decision) -> None:
         hand_over_(self.inner, self._rule)
         super()._apply_(decision)
-        self._adopted = None  # the inner optimizer may have made state of its own
+        self.disown_()  # the inner optimizer may have made state of its own
 
-    @contextlib.contextmanager
-    def undone_if_it_raises(self, device: torch.device | None = None) -> Iterator[None]:
-        """As in the eager tier; what is brought back lies elsewhere."""
-        try:
-            with super().undone_if_it_raises(device):
-                yield
-        except BaseException:
-            self._adopted = None
-            raise
+    def disown_(self) -> None:
+        """See the eager tier: what is there now is taken over by the next step."""
+        self._adopted = None
