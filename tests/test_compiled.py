@@ -695,3 +695,41 @@ def test_rules_serve_exact_types_alone() -> None:
     for kind in RULES:
         assert rule_for(kind([nn.Parameter(torch.ones(1))], lr=0.1)) is not None
         assert rule_for(type("Mine", (kind,), {})([nn.Parameter(torch.ones(1))], lr=0.1)) is None
+
+
+class Breaks(torch.optim.SGD):
+    """Raises after it has stepped, if it is told to."""
+
+    breaks = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.breaks:
+            raise RuntimeError("after the step")
+        return result
+
+
+def test_state_that_is_brought_back_counts(device: torch.device, dtype: torch.dtype) -> None:
+    """A step with a closure that raised half-way is undone; the rule goes on from before it."""
+    found = []
+    with contextlib.closing(contextlib.ExitStack()) as undo:
+        undo.callback(register_rule(Breaks, *RULES[torch.optim.SGD]).remove)
+        for fails in (False, True):
+            model, optimizer = wrapped(device, dtype, lambda p: Breaks(p, lr=1e-2, momentum=0.9), tier="compiled")
+            train(model, optimizer, range(3))
+            if fails:
+                Breaks.breaks = True
+                undo.callback(setattr, Breaks, "breaks", False)
+
+                def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = loss_of(model, 7)
+                    optimizer.backward(loss)
+                    return loss
+
+                with pytest.raises(RuntimeError, match="after the step"):
+                    optimizer.step(closure)
+                Breaks.breaks = False
+            train(model, optimizer, [3, 4])
+            found.append((masters_of(optimizer), copy.deepcopy(optimizer.inner.state_dict()["state"])))
+    assert_same(*found)
