@@ -7,6 +7,9 @@ flat, too; ``inner.state`` holds views of it under torch's names, so checkpoints
 and a step of the inner optimizer itself do not know the difference. Whenever a
 step is not covered (sparse gradients, hooks on the inner optimizer, a tensor as
 learning rate), it is the inner optimizer's.
+
+This is the tier of a CPU. On a GPU ``kernel_tier`` takes its place, but for
+what the host must decide: shared scales, and micro-steps that may be dropped.
 """
 
 from __future__ import annotations
