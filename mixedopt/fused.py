@@ -147,7 +147,9 @@ def judge_(scaler: DeviceScaler, evidence: Tensor, slots_of: Tensor, report: Ten
     largest, norm = combine(evidence)
     culprit = norm.new_full((), -1.0)  # no slot
     if slots_of.numel():  # some parameter is not empty
-        culprit = slots_of[(~(evidence[0] <= FP32_MAX)).to(torch.uint8).argmax()].double()
+        # Not by an index of no dimensions, which torch asks the host for.
+        first_bad = (~(evidence[0] <= FP32_MAX)).to(torch.uint8).argmax().view(1)
+        culprit = slots_of.index_select(0, first_bad).squeeze(0).double()
     standing, rules = Standing(*scaler.standing.unbind()), Rules(*scaler.rules.unbind())
     judgement = judge(standing, rules, largest, norm, culprit)
     skip, factor = judgement.skip.float(), judgement.factor
