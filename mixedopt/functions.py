@@ -160,7 +160,7 @@ class FunctionCasts(TorchFunctionMode):
             if self._mixed(args, kwargs):
                 return func(*self._acting(lowered(args, self.dtype)), **lowered(kwargs, self.dtype))
         elif name in STATISTICS:
-            if self._mixed(args, kwargs):
+            if self._mixed(args, kwargs) and self._has_half(args[1:], kwargs):
                 return func(self._acting(args[0]), *cast(args[1:], torch.float32), **cast(kwargs, torch.float32))
         elif name in IN_PLACE:
             if args[0].dtype == self.dtype and (self.masks or self._beyond(args, kwargs)):

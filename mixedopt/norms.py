@@ -12,8 +12,7 @@ module becomes one of them, or torch's again, by its ``__class__``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +142,10 @@ def group_norm(
 
 def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Choose who computes."""
+    compiling = torch.compiler.is_compiling()
+    if not compiling and torch._C._is_torch_function_mode_enabled() and _all_plain(x, weight, bias) and x.is_cuda:
+        with torch._C.DisableTorchFunction():  # else a mode is called for each look at a tensor
+            return _norm(norm, x, weight, bias)
     single = torch.float32
     if (
         x.dtype not in HALF
@@ -152,7 +155,7 @@ def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     ):
         return _cast_up(norm, x, weight, bias)
     # Inductor fuses the casts. A transform, or a derivative on the way forward, has no rule for a Function.
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if compiling or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return norm.plain(x.float(), weight, bias).to(x.dtype)
     if not (x.is_cuda and _fusible(norm, x, weight, bias)):
         return _Transient.apply(x, weight, bias, norm)  # type: ignore[no-any-return, no-untyped-call]
@@ -188,19 +191,23 @@ def _kernels(device: int) -> Any:
 def _fusible(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True iff the kernels take these; a mode that watches what torch calls would not see them."""
     device = x.get_device()
-    if weight.get_device() != device or type(x) not in PLAIN or type(weight) not in PLAIN:
+    if weight.get_device() != device or not _all_plain(x, weight, bias):
         return False
-    if bias is not None and (bias.get_device() != device or type(bias) not in PLAIN or bias.shape != weight.shape):
+    if bias is not None and (bias.get_device() != device or bias.shape != weight.shape):
         return False
     if x.numel() == 0 or torch._C._len_torch_dispatch_stack() or not norm.fits(x, weight):
         return False
     return _kernels(device) is not None
 
 
+def _all_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    return type(x) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN
+
+
 def _launch(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the result of the kernels, and what backward needs beside the arguments; on the device of x."""
     device = x.get_device()
-    if device == torch.cuda.current_device():
+    if device == torch._C._cuda_getDevice():
         return norm.fused(_kernels(device), x, weight, bias)
     with torch.cuda.device(device):
         return norm.fused(_kernels(device), x, weight, bias)
@@ -256,42 +263,3 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         wanted = [tensor for tensor, need in zip((x, weight, bias), needs, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy.float(), create_graph=graph))
     return *(next(found) if need else None for need in needs), None
-
-
-class MixedLayerNorm(nn.LayerNorm):
-    """LayerNorm that keeps fp32 weights beside half activations."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``layer_norm`` of the input."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
-class MixedRMSNorm(nn.RMSNorm):
-    """RMSNorm that keeps fp32 weights beside half activations."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return ``rms_norm`` of the input."""
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
-
-
-class MixedGroupNorm(nn.GroupNorm):
-    """GroupNorm that keeps fp32 weights beside half activations."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return ``group_norm`` of the input."""
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-
-
-MIXED: Mapping[type[nn.Module], type[nn.Module]] = MappingProxyType(
-    {nn.LayerNorm: MixedLayerNorm, nn.RMSNorm: MixedRMSNorm, nn.GroupNorm: MixedGroupNorm}
-)
-# Torch's own kernels take half input with fp32 weights and statistics, as they do under autocast. Result, dx and
-# statistics are fp32 inside; on CUDA some of the kernels round partial sums for dweight and dbias to half.
-NATIVE: tuple[type[nn.Module], ...] = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)

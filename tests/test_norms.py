@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mixedopt import norms
-from mixedopt.norms import MIXED, NATIVE, group_norm, layer_norm, rms_norm
+from mixedopt.layers import NATIVE, NORMS, PLAIN, PRODUCTS, MixedGroupNorm, MixedLayerNorm, MixedRMSNorm
+from mixedopt.norms import group_norm, layer_norm, rms_norm
 
 # Of the greatest value: a kernel may sum in another order than torch, and so round to the neighbour.
 ONE_ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -53,6 +54,7 @@ CASES = {
     "group, no samples": Case(lambda: nn.GroupNorm(2, 4), (0, 4, 3)),
 }
 KINDS = ("layer", "rms", "group")
+MIXED = {nn.LayerNorm: MixedLayerNorm, nn.RMSNorm: MixedRMSNorm, nn.GroupNorm: MixedGroupNorm}
 
 
 def build(name: str, device: torch.device) -> nn.Module:
@@ -348,7 +350,10 @@ def test_a_mixed_class_adds_nothing_but_forward(plain_class: type[nn.Module]) ->
     """So that ``__class__`` can go either way."""
     mixed = MIXED[plain_class]
     assert (plain_class,) == mixed.__bases__
-    assert {"forward"} == {name for name in vars(mixed) if not name.startswith("_")}
+    assert {"forward", "output"} == {name for name in vars(mixed) if not name.startswith("_")}
+    for dtype, kind in NORMS[plain_class].items():
+        assert (mixed,) == kind.__bases__
+        assert {"output": dtype} == {name: value for name, value in vars(kind).items() if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("name", KINDS)

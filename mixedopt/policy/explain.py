@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from mixedopt.bucket import HALF_DTYPES, beyond_range
 from mixedopt.casting import RootOutputs
 from mixedopt.functions import not_in_place, spelt
+from mixedopt.layers import PLAIN
 from mixedopt.policy.dry_run import Calls, dry_run, rule_name
-from mixedopt.policy.handle import PLAIN, PolicyHandle, check_model_and_policy, unwrap
+from mixedopt.policy.handle import PolicyHandle, check_model_and_policy, unwrap
 from mixedopt.policy.plan import CastPlan, Decision, plan_casts
 from mixedopt.policy.rules import CastPolicy
 

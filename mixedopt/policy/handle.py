@@ -31,13 +31,12 @@ from mixedopt.casting import (
 from mixedopt.distributed import check_rebuildable, ddp_of, rebuild_
 from mixedopt.errors import shown
 from mixedopt.flat import plan_layout
+from mixedopt.layers import PLAIN
 from mixedopt.masters import MasterWeights
-from mixedopt.norms import MIXED
 from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
 from mixedopt.policy.ranks import QUANTISED
 from mixedopt.policy.rules import CastPolicy
 
-PLAIN = {mixed: plain for plain, mixed in MIXED.items()}
 OURS = (CastInputs, CastOutputs, CastParameters, ShowParameters, RefuseAssign, WeakHook, *scopes.HOOKS)
 
 
@@ -76,10 +75,11 @@ class PolicyHandle:
         self._originals: dict[nn.Parameter, Tensor] = {}
         self._dtypes: dict[nn.Parameter, torch.dtype] = {}
         self._scopes = _scopes(plan)
-        if self._scopes is not None:
-            scopes.install(plan.model, self._scopes)
         for casts in plan.casts:
             self._hook(casts)
+        self._hook(plan.root, lower=True)  # before the scopes: our own casts are not code of the model
+        if self._scopes is not None:
+            scopes.install(plan.model, self._scopes)
         self._hook_root()
 
     def __repr__(self) -> str:
@@ -127,7 +127,7 @@ class PolicyHandle:
         self._originals.clear()
 
     def remove(self) -> None:
-        """Undo the conversion: no hooks, torch's own norm layers, parameters of the dtypes they had.
+        """Undo the conversion: no hooks, torch's own layers, parameters of the dtypes they had.
 
         Weights come back from the masters, in fp32, when an optimizer is
         attached, else they are the half values widened. Calling it again does nothing. A
@@ -188,7 +188,6 @@ class PolicyHandle:
 
     def _hook_root(self) -> None:
         root = self.plan.model
-        self._hook(self.plan.root, lower=True)
         self._handles.append(root.register_forward_hook(RootOutputs(self.plan.output, self)))
         for module in hookable(root):  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]

@@ -13,7 +13,8 @@ from mixedopt.bucket import HALF_DTYPES, beyond_range, unfit_error
 from mixedopt.casting import CastInputs, CastOutputs
 from mixedopt.functions import SOFTMAX as SOFTMAX_FUNCTIONS
 from mixedopt.functions import mentions
-from mixedopt.norms import MIXED, NATIVE
+from mixedopt.layers import NATIVE, NORMS, PLAIN
+from mixedopt.layers import PRODUCTS as LAYERS
 from mixedopt.policy.ranks import EVERYTHING, FP32_BUFFERS, QUANTISED, Ranks, has_forward, is_atomic, used_by
 from mixedopt.policy.rule import Rule
 from mixedopt.policy.rules import SOFTMAX, CastPolicy
@@ -55,7 +56,7 @@ class ModuleCasts:
         inputs: what floating arguments become; ``None`` leaves them.
         outputs: what floating results become; ``None`` leaves them.
         params: what parameters become for the time of the forward.
-        mixed: the class whose forward takes half inputs with fp32 weights.
+        mixed: the class whose forward has the casts inside.
         leave: names of arguments that pass untouched.
         positions: where these stand.
         rest: from where on all are left alone, ``None`` if only those are.
@@ -168,7 +169,9 @@ def _casts(
                 casts = replace(casts, inputs=decided.compute)
         names, positions, rest = _left(module, leave)
         used |= names
-        found.append(replace(casts, leave=leave, positions=positions, rest=rest) if casts.inputs else casts)
+        if casts.inputs is not None:
+            casts = replace(casts, leave=leave, positions=positions, rest=rest)
+        found.append(_inside(casts, params) if decided.rule is EVERYTHING and module is not model else casts)
     missing = {n for n in leave - used if not any(mentions(m, frozenset({n})) for m in model.modules())}
     if missing:
         raise ValueError(
@@ -186,11 +189,22 @@ def _border(casts: ModuleCasts, decided: Decision, dtype: torch.dtype) -> Module
     if decided.rule.compute == decided.rule.output == "fp32" and casts.params is None:
         outputs = None
     if decided.compute == torch.float32 and decided.output == dtype and casts.params is None:
-        if kind in MIXED and "forward" not in vars(casts.module):  # which would call the forward it replaced
-            return replace(casts, mixed=MIXED[kind], outputs=outputs)
+        if kind in NORMS and "forward" not in vars(casts.module):  # which would call the forward it replaced
+            return replace(casts, mixed=NORMS[kind][dtype])
         if kind in NATIVE and casts.module.weight is not None:  # without weights torch keeps the statistics in half
             return replace(casts, outputs=outputs)
     return replace(casts, inputs=decided.compute, outputs=outputs)
+
+
+def _inside(casts: ModuleCasts, params: Mapping[nn.Parameter, torch.dtype]) -> ModuleCasts:
+    """Return casts without a hook where a layer can have them inside, or has no floating argument at all."""
+    module, kind, inputs = casts.module, type(casts.module), casts.inputs
+    hooks = casts.params is not None or casts.outputs is not None or casts.positions or "forward" in vars(module)
+    if inputs is None or hooks or params.get(getattr(module, "weight", None)) != inputs:  # type: ignore[call-overload]
+        return casts
+    if kind is nn.Embedding:
+        return ModuleCasts(module)
+    return ModuleCasts(module, mixed=LAYERS[kind]) if kind in LAYERS else casts
 
 
 def _forward_params(
@@ -272,7 +286,8 @@ def check_fits(plan: CastPlan) -> None:
 
 def _check_model(model: nn.Module) -> None:
     hooks = (h for m in model.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
-    if any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks):
+    hooked = any(isinstance(hook, (CastInputs, CastOutputs)) for hook in hooks)
+    if hooked or any(type(module) in PLAIN for module in model.modules()):
         raise ValueError(
             "the model is converted already: converting it twice would round its weights again. Undo the first "
             "conversion with its handle's remove(), or wrap the optimizer without model=. A copy of a converted model "
