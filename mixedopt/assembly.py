@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mixedopt import validate
 from mixedopt.closures import requires_closure
@@ -86,6 +86,18 @@ class Parts:
         """Raise ``StepOrderError`` if the conversion was undone."""
         if self.handle is not None and not self.handle.active:
             raise StepOrderError("the conversion was removed: the model is fp32 again. Continue with optimizer.inner.")
+
+    def expect_backward_(self, loss: Tensor) -> None:
+        """Check a loss, and make ready for its gradients. Raises and syncs as ``scale`` of the optimizer."""
+        validate.loss(loss)
+        self.check_in_force()
+        window = self.tier.window
+        window.check_not_unscaled("backward()")
+        validate.not_scaled(loss, self.scaler, look=self.tier.untried)
+        if window.takes:  # what was unfrozen needs its store before its first gradient
+            with torch.no_grad():
+                self.adopt_unfrozen_(without_gradient=True)
+        window.end_micro_step_()
 
     def adopt_unfrozen_(self, *, without_gradient: bool = False) -> None:
         """Make masters for what was unfrozen; see ``Roster.adopt_unfrozen_``."""

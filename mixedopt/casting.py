@@ -78,9 +78,13 @@ def lowered(value: Any, dtype: torch.dtype) -> Any:
 
 def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     plain = value.requires_grad or value.layout != torch.strided or value.is_nested
-    if plain or torch.finfo(dtype).min <= torch.finfo(value.dtype).min:
+    lowest = torch.finfo(dtype).min
+    if plain or lowest <= torch.finfo(value.dtype).min:
         return value.to(dtype)
-    return held(value, dtype)
+    if value.dtype.itemsize < 4:  # bf16 has no such lowest value
+        return held(value, dtype)
+    # The sum is -inf for -inf, and else what was clamped: its other part is too small, and at most 4 anyhow.
+    return value.clamp(min=lowest).add(value, alpha=torch.finfo(value.dtype).smallest_normal).to(dtype)
 
 
 def held(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from mixedopt import checkpoint, validate
+from mixedopt import checkpoint
 from mixedopt.assembly import Options, assemble
 from mixedopt.closures import evaluates_once, step_with_
 from mixedopt.errors import StepOrderError
@@ -122,18 +122,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """
         if isinstance(losses, (list, tuple)):
             return type(losses)(self.scale(loss) for loss in losses)
-        validate.loss(losses)
-        self._parts.check_in_force()
-        self._check_not_unscaled("backward()")
-        validate.not_scaled(losses, self._tier.scaler, look=self._tier.untried)
-        if self._tier.window.takes:  # what was unfrozen needs its store before its first gradient
-            with torch.no_grad():
-                self._parts.adopt_unfrozen_(without_gradient=True)
-        self._tier.window.end_micro_step_()
+        self._parts.expect_backward_(losses)
         return self._tier.scaler.scale(losses)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Scale the loss and run backward, accumulating until ``step()``.
+        """Run backward of the loss times S, accumulating until ``step()``.
 
         Args:
             loss: as for ``scale``; the losses of a list share one backward.
@@ -142,7 +135,14 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError, StepOrderError: as ``scale``. Syncs: none.
         """
-        torch.autograd.backward(self.scale(loss), **kwargs)
+        losses = loss if isinstance(loss, (list, tuple)) else (loss,)
+        if kwargs.get("grad_tensors") is not None:
+            return torch.autograd.backward(self.scale(losses), **kwargs)
+        for each in losses:
+            self._parts.expect_backward_(each)
+        pairs = [self._tier.scaler.seeded(each) for each in losses]
+        kwargs["grad_tensors"] = [seed for _, seed in pairs]
+        return torch.autograd.backward([wide for wide, _ in pairs], **kwargs)
 
     def unscale_(self) -> None:
         """Move the gradients to the masters, divided by S.
@@ -155,7 +155,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             StepOrderError: it was called in this window already. Syncs: none.
         """
         self._parts.check_in_force()
-        self._check_not_unscaled("unscale_()")
+        self._tier.window.check_not_unscaled("unscale_()")
         with torch.no_grad():
             self._parts.adopt_unfrozen_()
             self._tier.unscale_()
@@ -437,10 +437,6 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
                 f"step(): {type(self.inner).__name__} evaluates the model several times. Pass a closure that calls "
                 "zero_grad(), computes the loss, calls backward(loss) of this optimizer and returns the loss."
             )
-
-    def _check_not_unscaled(self, call: str) -> None:
-        if self._tier.window.unscaled:
-            raise StepOrderError(f"{call} after unscale_(): the window's gradients are unscaled. Call step() first.")
 
     def _check_between_steps(self, call: str) -> None:
         self._parts.check_in_force()

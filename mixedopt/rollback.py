@@ -79,11 +79,11 @@ class NormStatistics:
 
     def taken(self) -> list[Tensor]:
         """Return copies of the statistics as they are now."""
-        return [buffer.clone() for layer in self._layers for buffer in layer.buffers(recurse=False)]
+        return [buffer.clone() for buffer in self._buffers()]
 
     def put_back_(self, copies: Sequence[Tensor]) -> None:
         """Write back what ``taken`` returned."""
-        _copy_([buffer for layer in self._layers for buffer in layer.buffers(recurse=False)], copies)
+        _copy_(self._buffers(), copies)
 
     def close(self) -> None:
         """End the window: what is there now stands."""
@@ -95,13 +95,17 @@ class NormStatistics:
         for handle in self._handles:
             handle.remove()
 
+    def _buffers(self) -> list[Tensor]:
+        """Return those that are there; several times in a step, so not by torch's iterator."""
+        return [buffer for layer in self._layers for buffer in layer._buffers.values() if buffer is not None]
+
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module.training and not self._open:
             self._open = True
             self._save_()
 
     def _save_(self) -> None:
-        live = [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
+        live = self._buffers()
         versions = [buffer._version for buffer in live]
         if [id(buffer) for buffer in live] != [id(buffer) for buffer in self._live]:
             self._saved = [buffer.clone() for buffer in live]

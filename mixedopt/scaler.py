@@ -66,6 +66,17 @@ class LossScaler:
         self._last = weakref.ref(scaled)
         return scaled
 
+    def seeded(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``loss`` in fp32, or double if it is, and S like it: the gradient that backward begins with.
+
+        Backward of ``scale(loss)`` begins with the same, two operations later. Syncs: none.
+        """
+        self.tally.count += 1
+        wide = loss if loss.dtype == torch.float64 else loss.float()
+        # A copy: a gradient may be what backward was begun with, and S moves.
+        seed = self._factor(wide).to(wide.dtype, copy=True)
+        return wide, seed.view_as(wide) if wide.dim() else seed
+
     def _factor(self, loss: Tensor) -> Tensor:
         """Return S where ``loss`` can be multiplied by it."""
         return self._state.scale

@@ -112,6 +112,11 @@ class Window:
         """True iff gradients lie in the flat buffers since the last ``close``."""
         return bool(self._views)
 
+    def check_not_unscaled(self, call: str) -> None:
+        """Raise ``StepOrderError`` if ``unscale_`` was called in this window."""
+        if self.unscaled:
+            raise StepOrderError(f"{call} after unscale_(): the window's gradients are unscaled. Call step() first.")
+
     def end_micro_step_(self) -> None:
         """Note that the next backward belongs to another micro-step. Syncs: none."""
         if self.stale and not (self.holds or self._in_model()):  # dropped by model.zero_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mixedopt import norms
-from mixedopt.layers import NATIVE, NORMS, PLAIN, PRODUCTS, MixedGroupNorm, MixedLayerNorm, MixedRMSNorm
+from mixedopt.layers import NATIVE, NORMS, MixedGroupNorm, MixedLayerNorm, MixedRMSNorm
 from mixedopt.norms import group_norm, layer_norm, rms_norm
 
 # Of the greatest value: a kernel may sum in another order than torch, and so round to the neighbour.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -199,8 +200,9 @@ def _border(casts: ModuleCasts, decided: Decision, dtype: torch.dtype) -> Module
 def _inside(casts: ModuleCasts, params: Mapping[nn.Parameter, torch.dtype]) -> ModuleCasts:
     """Return casts without a hook where a layer can have them inside, or has no floating argument at all."""
     module, kind, inputs = casts.module, type(casts.module), casts.inputs
+    weight: Any = getattr(module, "weight", None)
     hooks = casts.params is not None or casts.outputs is not None or casts.positions or "forward" in vars(module)
-    if inputs is None or hooks or params.get(getattr(module, "weight", None)) != inputs:  # type: ignore[call-overload]
+    if inputs is None or hooks or params.get(weight) != inputs:
         return casts
     if kind is nn.Embedding:
         return ModuleCasts(module)
