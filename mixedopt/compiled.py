@@ -63,9 +63,9 @@ class CountedState(FlatState):
     """
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
-        names, size = ("step", *rule.scalars), len(bucket.params)
-        steps, *scalars = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in names)
-        super().__init__(bucket, rule, steps, scalars)
+        names, size = ("step", "begun", *rule.scalars), len(bucket.params)
+        steps, begun, *scalars = (torch.zeros(size, dtype=torch.float32, device="cpu") for _ in names)
+        super().__init__(bucket, rule, steps, begun, scalars)
         self.counts = [0] * len(bucket.params)
 
     def adopt_(self, inner: torch.optim.Optimizer) -> None:

@@ -21,18 +21,18 @@ class FlatState:
     Attributes:
         flats: fp32, of the bucket's layout, in the order of the rule's names.
         steps: fp32, how many steps each slot has made.
+        begun: fp32, 1 for each slot that has made one; not the same, since counts may be edited.
         scalars: fp32, the rule's numbers of each slot.
 
     Args:
         bucket: whose parameters.
         rule: which state.
-        steps: see there; taken, not copied.
-        scalars: see there; taken, not copied.
+        steps, begun, scalars: see there; taken, not copied.
     """
 
-    def __init__(self, bucket: Bucket, rule: Rule, steps: Tensor, scalars: Sequence[Tensor]) -> None:
+    def __init__(self, bucket: Bucket, rule: Rule, steps: Tensor, begun: Tensor, scalars: Sequence[Tensor]) -> None:
         self.bucket = bucket
-        self.steps = steps
+        self.steps, self.begun = steps, begun
         self.scalars = tuple(scalars)
         self.flats = [torch.zeros(bucket.layout.size, dtype=torch.float32, device=bucket.device) for _ in rule.state]
         self._rule = rule
@@ -46,10 +46,10 @@ class FlatState:
     def adopt_(self, inner: torch.optim.Optimizer) -> None:
         """Take the values that ``inner`` has, and leave it the views of ours. Syncs: one read a slot at most."""
         group_of = {param: group for group in inner.param_groups for param in group["params"]}
-        uncounted: list[float] = []
+        begun: list[float] = []
         for master, own in zip(self.bucket.masters, self._entries, strict=True):
             held = inner.state.get(master)
-            uncounted.append(1.0 if held else 0.0)
+            begun.append(1.0 if held else 0.0)
             if not held:
                 for view in own.values():
                     view.zero_()
@@ -62,8 +62,9 @@ class FlatState:
                     missing = self._rule.initial(group_of[master]).get(name, 0.0) if value is None else value
                     view.fill_(float(missing))
             held.update(own)
+        self.begun.copy_(torch.tensor(begun, dtype=torch.float32, device="cpu"))
         if not self._rule.counts:
-            self.steps.copy_(torch.tensor(uncounted, dtype=torch.float32, device="cpu"))
+            self.steps.copy_(self.begun)
 
     def begin_(self, inner: torch.optim.Optimizer, slots: tuple[int, int]) -> None:
         """Fill in what is not zero before the first step; only then, since it may be the learning rate.
@@ -89,8 +90,8 @@ class FlatState:
 
     def forget_untouched_(self, inner: torch.optim.Optimizer) -> None:
         """Drop the entries of slots that have made no step. Syncs: one read."""
-        for master, count in zip(self.bucket.masters, self.steps.tolist(), strict=True):
-            if not count:
+        for master, begun in zip(self.bucket.masters, self.begun.tolist(), strict=True):
+            if not begun:
                 inner.state.pop(master, None)
 
 

@@ -28,6 +28,7 @@ class Tables:
 
     Attributes:
         steps: fp32, how many steps each slot has made.
+        begun: fp32, 1 for each slot that has made one.
         scalars: fp32, the rule's.
         group_of: int32.
         kernels: the room of the kernels, which needs Triton.
@@ -47,7 +48,7 @@ class Tables:
         self.form = step_kernels.form_of(rule, inner)
         # Kernels know the dtypes: the default one may be another.
         self.steps = torch.zeros(slots, dtype=torch.float32, device=home)
-        self.scalars = tuple(torch.zeros_like(self.steps) for _ in rule.scalars)
+        self.begun, *self.scalars = (torch.zeros_like(self.steps) for _ in ("begun", *rule.scalars))
         self.hyper = torch.zeros(
             (len(groups), len(step_kernels.row_of(self.form, groups[0]))), dtype=torch.float64, device=home
         )
@@ -59,7 +60,8 @@ class Tables:
         for bucket, first in zip(numbering.buckets, numbering.firsts, strict=True):
             own = slice(first, first + len(bucket.params))
             group_of[own] = [number_of[master] for master in bucket.masters]
-            self.states.append(FlatState(bucket, rule, self.steps[own], [each[own] for each in self.scalars]))
+            steps, begun, *scalars = (each[own] for each in (self.steps, self.begun, *self.scalars))
+            self.states.append(FlatState(bucket, rule, steps, begun, scalars))
             self.parts.append(self.numbers[own])
         self.group_of = torch.tensor(group_of, dtype=torch.int32, device="cpu").to(home)
 
@@ -99,7 +101,8 @@ class KernelTier(DeviceTier):
         if not torch.cuda.is_current_stream_capturing():
             self.push_()
         judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
-        of_slots = (self.collector.table.at_home, tables.steps, tables.hyper, tables.group_of, tables.numbers)
+        counts = (self.collector.table.at_home, tables.steps, tables.begun)
+        of_slots = (*counts, tables.hyper, tables.group_of, tables.numbers)
         with on_device(self.home):
             tables.kernels.launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
         for index, dtype in enumerate(collected.dtypes):

@@ -94,7 +94,15 @@ def plan_source(form: Form | None) -> str:
     signals = ["scale", "found_inf", "divisor", "multiplier"]
     arguments = ["evidence", "slots_of", "standing", "rules", "told", *(f"signal_{name}" for name in signals), "report"]
     if form is not None:
-        arguments += ["addresses", "steps", "hyper", "group_of", "table", *(f"scalar_{name}" for name in scalars)]
+        arguments += [
+            "addresses",
+            "steps",
+            "begun",
+            "hyper",
+            "group_of",
+            "table",
+            *(f"scalar_{name}" for name in scalars),
+        ]
     return "\n".join(
         [
             f"def plan_kernel({', '.join(arguments)}, pieces, slots, MEASURED: tl.constexpr, LINES: tl.constexpr):",
@@ -161,7 +169,7 @@ def numbers_source(form: Form, skip: str, factor: str) -> list[str]:
         "        address = tl.load(addresses + slot, mask=inside, other=0)",
         "        before = tl.load(steps + slot, mask=inside, other=0.0)",
         f"        active = (address != 0) & (({skip}) == 0)",
-        "        first_step = before == 0",
+        "        first_step = tl.load(begun + slot, mask=inside, other=0.0) == 0",
         "        step = before.to(tl.float64) + 1.0",
         f"        own = hyper + group * {1 + len(columns)}",
         "        sign = tl.load(own, mask=inside, other=1.0).to(tl.float32)",
@@ -176,6 +184,7 @@ def numbers_source(form: Form, skip: str, factor: str) -> list[str]:
         f"        row = table + slot * {form.width}",
         *(f"        tl.store(row + {i}, ({value}).to(tl.float32), mask=inside)" for i, value in enumerate(written)),
         "        tl.store(steps + slot, before + active.to(tl.float32), mask=inside)",
+        "        tl.store(begun + slot, 1.0, mask=inside & active)",
         *(
             f"        tl.store(scalar_{name} + slot, {new}, mask=inside & active)"
             for name, new in zip(rule.scalars, scalars, strict=True)
@@ -299,8 +308,8 @@ def launch_plan(form: Form | None, tensors: Sequence[Tensor], slots: int) -> Non
     Args:
         form: whose numbers; ``None`` decides only.
         tensors: evidence, slots_of, standing, rules, told, the four signals,
-            report; with a form also addresses, steps, hyper, group_of, table,
-            and the rule's scalars.
+            report; with a form also addresses, steps, begun, hyper, group_of,
+            table, and the rule's scalars.
         slots: how many numbers of slots there are.
     """
     plan_launcher(form, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
@@ -339,7 +348,7 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
     """
     pieces = plan_pieces(plan_layout([("", ZEROS(64))]), PIECE).to(device)
     rule, zeros = form.rule, functools.partial(ZEROS, device=device)
-    steps, *scalars = (zeros(4) for _ in ("step", *rule.scalars))
+    steps, begun, *scalars = (zeros(4) for _ in ("step", "begun", *rule.scalars))
     hyper, table = zeros((1, 1 + form.hypers + len(form.initial)), dtype=torch.float64), zeros((4, form.width))
     standing, rules = (zeros(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
     signals, report = [zeros(4) for _ in range(4)], zeros(4, dtype=torch.float64)
@@ -356,6 +365,6 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
                 addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
                 measure_(addresses, pieces, kind, evidence, aligned)
                 judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
-                launch_plan(form, (*judging, addresses, steps, hyper, group_of, table, *scalars), 4)
+                launch_plan(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)
                 launch = update_launcher(form, device.index or 0, kind, dtype, splits, aligned)
                 launch(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))
