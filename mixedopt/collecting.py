@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from mixedopt.gradients import FP32_MAX, global_norm, largest
+from mixedopt.kernels import on_device
 from mixedopt.masters import MasterWeights
-from mixedopt.numbering import AddressTable, Numbering, on_device
+from mixedopt.numbering import AddressTable, Numbering
 from mixedopt.window import Window
 
 THERE = 16  # the address of a gradient of no values

@@ -87,5 +87,11 @@ class DeviceScaler(LossScaler):
         """True iff this tensor is S itself. Syncs: none."""
         return constant.data_ptr() == self.signals[0].data_ptr()
 
+    def _like(self, loss: Tensor) -> Tensor:
+        if type(loss) is not Tensor:  # it may be spread over devices
+            return super()._like(loss)
+        own = self.signals[0].to(device=loss.device, dtype=loss.dtype, non_blocking=True, copy=True)
+        return own.view_as(loss) if loss.dim() else own
+
     def _factor(self, loss: Tensor) -> Tensor:
         return self.signals[0].to(loss.device, non_blocking=True)

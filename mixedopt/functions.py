@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mixedopt.casting import cast, held, lowered, quantised
+from mixedopt.losses import cross_entropy
 
 # fmt: off
 LOSS_FUNCTIONS: tuple[str, ...] = tuple(name for name in (
@@ -188,7 +189,7 @@ class FunctionCasts(TorchFunctionMode):
         if not self._has_half(args, kwargs):
             return func(*args, **kwargs)
         self._acting(args)
-        if name == "cross_entropy" and (loss := _cross_entropy(*args, **kwargs)) is not None:
+        if name == "cross_entropy" and (loss := cross_entropy(*args, **kwargs)) is not None:
             return loss
         return func(*cast(args, torch.float32), **cast(kwargs, torch.float32))
 
@@ -258,31 +259,6 @@ class FunctionCasts(TorchFunctionMode):
             if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
                 return True
         return False
-
-
-def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    **more: Any,
-) -> Tensor | None:
-    """Return the fp32 loss of half logits without an fp32 copy of them, ``None`` if that cannot be done.
-
-    ``log_softmax`` reads half and writes fp32 in one kernel, and its backward
-    the reverse; the values are those of casting first.
-    """
-    plain = size_average is None and reduce is None and label_smoothing == 0.0 and not more
-    if not plain or target.is_floating_point():
-        return None
-    logp = F.log_softmax(input, dim=0 if input.dim() == 1 else 1, dtype=torch.float32)
-    return F.nll_loss(
-        logp, target, None if weight is None else weight.float(), ignore_index=ignore_index, reduction=reduction
-    )
 
 
 def mentions(module: nn.Module, names: frozenset[str], depth: int = 3) -> bool:

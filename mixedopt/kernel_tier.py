@@ -19,7 +19,8 @@ from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
 from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.groups import has_hooks
-from mixedopt.numbering import Numbering, on_device
+from mixedopt.kernels import on_device
+from mixedopt.numbering import Numbering
 from mixedopt.rules import Rule
 
 

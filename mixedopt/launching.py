@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 # A count that is 1 or a multiple of 16 would otherwise be compiled anew.
@@ -46,6 +47,22 @@ class Launcher:
         compiled = self.kernel[(programs,)](*tensors, *scalars, *self.constants, num_warps=self.warps)
         if not bits & 15:
             self.compiled = compiled.run, compiled.function, compiled.packed_metadata
+
+
+@jit
+def nothing_kernel(target: tl.tensor) -> None:
+    """Write a zero."""
+    tl.store(target, 0.0)
+
+
+def try_one(device: int) -> None:
+    """Make and launch a kernel.
+
+    Raises:
+        Exception: whatever Triton or the compiler says.
+    """
+    with torch.cuda.device(device):
+        nothing_kernel[(1,)](torch.empty(1, dtype=torch.float32, device=torch.device("cuda", device)))
 
 
 @functools.cache

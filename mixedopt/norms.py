@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from mixedopt.kernels import served
+
 HALF = frozenset({torch.float16, torch.bfloat16})
 # What a kernel can be given a pointer to. A subclass (DTensor, FakeTensor) may stand for other values than it holds.
 PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
@@ -178,13 +180,11 @@ def _cast_up(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) 
 
 @functools.cache
 def _kernels(device: int) -> Any:
-    """Return the rooms of kernels for a CUDA device, ``None`` without Triton or before Ampere, which has no bf16."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    """Return the rooms of kernels for a CUDA device, ``None`` where they cannot be made."""
+    if not served(device):
         return None
-    try:
-        from mixedopt import norm_group_kernels, norm_kernels
-    except ImportError:
-        return None
+    from mixedopt import norm_group_kernels, norm_kernels
+
     return norm_kernels, norm_group_kernels
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -113,10 +111,3 @@ class AddressTable:
         while len(self._spare) < SPARE:
             self._spare.append(torch.empty_like(fresh, pin_memory=True))
         return fresh.pin_memory()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Context in which a CUDA device is the current one. To look is faster than to make it what it is already."""
-    if device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)

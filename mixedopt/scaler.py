@@ -73,9 +73,11 @@ class LossScaler:
         """
         self.tally.count += 1
         wide = loss if loss.dtype == torch.float64 else loss.float()
-        # A copy: a gradient may be what backward was begun with, and S moves.
-        seed = self._factor(wide).to(wide.dtype, copy=True)
-        return wide, seed.view_as(wide) if wide.dim() else seed
+        return wide, self._like(wide)
+
+    def _like(self, loss: Tensor) -> Tensor:
+        """Return S in the form of ``loss``, in memory of its own: a gradient may be what backward was begun with."""
+        return torch.ones_like(loss) * self._factor(loss)
 
     def _factor(self, loss: Tensor) -> Tensor:
         """Return S where ``loss`` can be multiplied by it."""

@@ -1,0 +1,99 @@
+"""Cross entropy of half logits, in fp32 and without an fp32 copy of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mixedopt.kernels import on_device, served
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    **more: Any,
+) -> Tensor | None:
+    """Return the fp32 loss of half logits, ``None`` if that cannot be done without a copy.
+
+    On a CUDA device kernels of ours read the logits once, and once more in
+    backward, which keeps them and two numbers a row. Elsewhere torch's
+    ``log_softmax`` reads half and writes fp32, and its backward the reverse.
+
+    Args:
+        input: half, ``[C]``, ``[N, C]`` or ``[N, C, ...]``.
+        target: classes; this and the others are the arguments of ``torch.nn.functional.cross_entropy``.
+        weight: see there.
+        size_average: see there.
+        ignore_index: see there.
+        reduce: see there.
+        reduction: see there.
+        label_smoothing: see there.
+        **more: what later versions of torch may have.
+
+    Returns:
+        fp32; in the kernels within rounding of torch's fp32 loss, elsewhere its bits.
+    """
+    plain = size_average is None and reduce is None and label_smoothing == 0.0 and not more
+    if not plain or target.is_floating_point():
+        return None
+    if weight is None and reduction in ("none", "mean", "sum") and _fusible(input, target):
+        return _CrossEntropy.apply(input, target, int(ignore_index), reduction)  # type: ignore[no-any-return, no-untyped-call]
+    return _plain(input, target, ignore_index, reduction, weight)
+
+
+def _plain(input: Tensor, target: Tensor, ignored: int, reduction: str, weight: Tensor | None = None) -> Tensor:
+    logp = F.log_softmax(input, dim=0 if input.dim() == 1 else 1, dtype=torch.float32)
+    weight = None if weight is None else weight.float()
+    return F.nll_loss(logp, target, weight, ignore_index=ignored, reduction=reduction)
+
+
+def _fusible(x: Tensor, target: Tensor) -> bool:
+    """Return True iff the kernels take these, and nobody watches what torch calls."""
+    if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in HALF or type(x) is not Tensor:
+        return False
+    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        return False
+    fits = type(target) is Tensor and target.dtype is torch.int64 and target.is_contiguous()
+    if not fits or target.shape != x.shape[:1] or target.get_device() != x.get_device():
+        return False
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return False
+    return not torch._C._len_torch_dispatch_stack() and served(x.get_device())
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The kernels: saves the logits as they came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, ignored: int, reduction: str) -> Tensor:
+        from mixedopt import loss_kernels
+
+        with on_device(x.device):
+            loss, *kept = loss_kernels.loss_forward(x, target, ignored, reduction)
+        ctx.save_for_backward(x, target, *kept)
+        ctx.how = ignored, reduction
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        from mixedopt import loss_kernels
+
+        x, target, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: the gradient is itself differentiated
+            with torch.enable_grad():
+                loss = _plain(x, target, *ctx.how)
+            return *torch.autograd.grad(loss, x, slope, create_graph=True), None, None, None
+        # Autograd has made the device of x the current one.
+        return loss_kernels.loss_backward(slope, x, target, *kept, *ctx.how), None, None, None
