@@ -26,7 +26,7 @@ class Spec:
 
     Attributes:
         name: for the tables.
-        kind: ``"fp32"``, ``"tf32"``, ``"amp"`` or ``"mixedopt"``.
+        kind: ``"fp32"``, ``"tf32"``, ``"half"``, ``"amp"`` or ``"mixedopt"``.
         tier, gradients: of a ``MixedPrecisionOptimizer``.
         graph: capture the iteration in a CUDA graph.
     """
@@ -147,26 +147,31 @@ def compiled(model: nn.Module, cell: Cell) -> Callable[..., object]:
 
 
 def plain_steps(spec: Spec, cell: Cell) -> tuple[TrainStep, TrainStep, Callable[[], None]]:
-    """Return the loop's body as torch has it (fp32, TF32, torch.amp), and its halves: forward and backward, update.
+    """Return the loop's body as torch has it, and its halves: forward and backward, update.
 
-    What is disabled of GradScaler and autocast costs nothing.
+    What is disabled of GradScaler and autocast costs nothing. ``half`` is how fast half precision can be where nothing
+    is scaled, checked, clipped or kept in fp32; it does not train well.
     """
     model, inner = model_and_inner(spec, cell)
+    if spec.kind == "half":
+        model.to(cell.dtype)
     forward, params = compiled(model, cell), list(model.parameters())
-    amp = spec.kind == "amp"
+    amp, clip = spec.kind == "amp", None if spec.kind == "half" else cell.clip
     kind = cell.device.type
     scaler = torch.amp.GradScaler(kind, enabled=amp and cell.dtype is torch.float16)
 
     def forward_backward(x: Tensor, y: Tensor) -> Tensor:
+        if spec.kind == "half" and x.is_floating_point():
+            x = x.to(cell.dtype)
         with torch.autocast(kind, cell.dtype) if amp else contextlib.nullcontext():
             loss = cell.workload.loss(forward, x, y)
         scaler.scale(loss).backward()
         return loss.detach()
 
     def update() -> None:
-        if cell.clip is not None:
+        if clip is not None:
             scaler.unscale_(inner)
-            nn.utils.clip_grad_norm_(params, cell.clip)
+            nn.utils.clip_grad_norm_(params, clip)
         scaler.step(inner)
         scaler.update()
 

@@ -28,6 +28,7 @@ OUTPUTS = ("--json", "--png", "--markdown")
 COLORS = {
     "fp32": "#9e9e9e",
     "tf32": "#616161",
+    "half": "#9e9e9e",
     "torch.amp": "#212121",
     "mixedopt eager": "#90caf9",
     "mixedopt fused": "#1e88e5",

@@ -5,6 +5,7 @@ arm on a model of its own with the same first weights, and all on the same batch
 dtype, with or without clipping, with an eager or a compiled model; each gives a table:
 
 - ``fp32``, ``tf32`` (on a GPU): plain training, the products of ``fp32`` without TF32;
+- ``half`` (on a GPU): model and optimizer in half, and nothing else, which does not train well: how fast it could be;
 - ``torch.amp``: autocast, and GradScaler for fp16; the base of all ratios, which say how many times as fast an arm is;
 - ``mixedopt TIER``: ``MixedPrecisionOptimizer(..., model, tier=TIER)``; a tier that refuses is n/a, with its reason;
 - ``..., graphed`` (``--graph``): the iteration captured in a CUDA graph.
@@ -84,7 +85,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--compile-model", choices=("no", "yes", "both"), nargs="?", const="yes", default="no")
     parser.add_argument("--tiers", nargs="+", default=["eager", "fused", "compiled", "auto"], help="of mixedopt")
     parser.add_argument("--gradients", nargs="+", choices=("autograd", "half", "fp32"), default=["autograd"])
-    parser.add_argument("--references", nargs="*", choices=("fp32", "tf32"), help="what runs beside torch.amp")
+    parser.add_argument("--references", nargs="*", choices=("fp32", "tf32", "half"), help="what runs beside torch.amp")
     parser.add_argument("--graph", action="store_true", help="also iterations captured in CUDA graphs")
     parser.add_argument("--grid", action="store_true", help="both dtypes, with and without clip, eager and compiled")
     parser.add_argument("--rounds", type=int, default=30, help="samples of each arm")
@@ -100,7 +101,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.grid:
         args.dtype = args.clip = args.compile_model = "both"
     if args.references is None:
-        args.references = ["fp32", "tf32"] if args.device.type == "cuda" else ["fp32"]
+        args.references = ["fp32", "tf32", "half"] if args.device.type == "cuda" else ["fp32"]
     return args
 
 
