@@ -75,21 +75,15 @@ class Collector:
         window: where they wait until then.
         home: the device on which steps are judged.
         wide: copy them to flat fp32 buffers.
-        kernels: measure by our kernels; else by torch's operations, in more passes.
+        kernels: the room of ours that measure; ``None``: torch's operations do, in more passes.
     """
 
-    def __init__(
-        self, masters: MasterWeights, window: Window, home: torch.device, *, wide: bool, kernels: bool
-    ) -> None:
+    def __init__(self, masters: MasterWeights, window: Window, home: torch.device, *, wide: bool, kernels: Any) -> None:
         self._masters = masters
         self._window = window
         self._home = home
         self._wide = wide
-        self._kernels: Any = None
-        if kernels:
-            from mixedopt import gather_kernels
-
-            self._kernels = gather_kernels
+        self._kernels = kernels
         self._number_()
 
     def collect_(self) -> Collected | None:

@@ -36,14 +36,14 @@ class DeviceTier(EagerTier):
     """What moves during training, on the device; subclasses say how a step is applied.
 
     Args:
-        kernels: gather by our kernels, which need Triton.
+        kernels: the room of our kernels that collect; ``None`` leaves it to torch's operations.
         wide: gather into fp32 buffers.
         args, options: as for the eager tier; the scaler is a ``DeviceScaler``.
     """
 
     scaler: DeviceScaler
 
-    def __init__(self, *args: Any, kernels: bool, wide: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, kernels: Any, wide: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.home = self.scaler.device
         self.collector = Collector(self.masters, self.window, self.home, wide=wide, kernels=kernels)
@@ -91,7 +91,7 @@ class DeviceTier(EagerTier):
             LossScaleError, ValueError: as the optimizer says; of an earlier
                 step, since when no step was applied.
         """
-        capturing = self.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._capturing()
         collected = None
         if self._serves():
             self._begin_()
@@ -117,6 +117,10 @@ class DeviceTier(EagerTier):
         self.finish_(StepReport(_reason=INFINITE, _told=report))
         if not capturing:
             self._hear_()
+
+    def _capturing(self) -> bool:
+        """True iff a graph is being captured."""
+        return self.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _serves(self) -> bool:
         """True iff this step may go the sync-free way."""

@@ -45,7 +45,7 @@ class FusedTier(DeviceTier):
 
     name = "fused"
 
-    def __init__(self, *args: Any, kernels: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, kernels: Any, **options: Any) -> None:
         super().__init__(*args, kernels=kernels, wide=True, **options)
         self._kernels = kernels
         self._stepped: set[int] = set()
@@ -106,7 +106,7 @@ class FusedTier(DeviceTier):
     @contextlib.contextmanager
     def _capturable(self) -> Iterator[None]:
         """Context in which a step may be captured: torch asks for the flag, and a graph for rates on the device."""
-        if self.home.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not self._capturing():
             yield
             return
         groups = self.inner.param_groups
@@ -135,9 +135,9 @@ class FusedTier(DeviceTier):
     def _judge_(self, collected: Collected, report: Tensor) -> None:
         scaler, slots_of = self.scaler, self.collector.numbering.slots_of
         if self._kernels:
-            from mixedopt.step_kernels import launch_plan
-
-            launch_plan(None, (collected.evidence, slots_of, *scaler.tensors(), report), self.collector.numbering.slots)
+            self._kernels.launch_plan(
+                None, (collected.evidence, slots_of, *scaler.tensors(), report), self.collector.numbering.slots
+            )
         else:
             judge_(scaler, collected.evidence, slots_of, report)
 

@@ -1,6 +1,6 @@
-"""The compiled tier on a GPU: two kernels of ours make the step, and the host waits for nothing.
+"""The compiled tier: kernels of ours make the step, and the host waits for no device.
 
-The kernels (``step_kernels``) are written from the optimizer's rule. State lies
+The kernels (``step_kernels`` on a GPU, ``host_kernels`` on a CPU) are written from the optimizer's rule. State lies
 in flat buffers, counts of steps and hyperparameters in small tables on the
 device; ``inner.state`` holds views under torch's names. What no rule covers is
 the inner optimizer's own step, by way of the eager tier.
@@ -8,6 +8,7 @@ the inner optimizer's own step, by way of the eager tier.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from mixedopt.collecting import Collected
 from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
 from mixedopt.flat_state import FlatState, hand_over_
+from mixedopt.forms import form_of, row_of, where_of
 from mixedopt.groups import has_hooks
 from mixedopt.kernels import on_device
 from mixedopt.numbering import Numbering
@@ -32,7 +34,6 @@ class Tables:
         begun: fp32, 1 for each slot that has made one.
         scalars: fp32, the rule's.
         group_of: int32.
-        kernels: the room of the kernels, which needs Triton.
         form: what they are written for.
         hyper: fp64, a row for each group.
         numbers: fp32, a row for each slot.
@@ -40,19 +41,14 @@ class Tables:
     """
 
     def __init__(self, rule: Rule, inner: torch.optim.Optimizer, numbering: Numbering) -> None:
-        from mixedopt import step_kernels
-
-        self.kernels = step_kernels  # an import statement in each step would cost more than what it imports
         self.numbering = numbering
         home, slots = numbering.home, numbering.slots
         groups = inner.param_groups
-        self.form = step_kernels.form_of(rule, inner)
+        self.form = form_of(rule, inner)
         # Kernels know the dtypes: the default one may be another.
         self.steps = torch.zeros(slots, dtype=torch.float32, device=home)
         self.begun, *self.scalars = (torch.zeros_like(self.steps) for _ in ("begun", *rule.scalars))
-        self.hyper = torch.zeros(
-            (len(groups), len(step_kernels.row_of(self.form, groups[0]))), dtype=torch.float64, device=home
-        )
+        self.hyper = torch.zeros((len(groups), len(row_of(self.form, groups[0]))), dtype=torch.float64, device=home)
         self.numbers = torch.zeros((slots, self.form.width), dtype=torch.float32, device=home)
         number_of = {param: number for number, group in enumerate(groups) for param in group["params"]}
         group_of = [0] * slots
@@ -72,14 +68,15 @@ class KernelTier(DeviceTier):
 
     Args:
         rule: of the inner optimizer.
+        kernels: their room.
         args, options: as for ``DeviceTier``.
     """
 
     name = "compiled"
 
-    def __init__(self, rule: Rule, *args: Any, **options: Any) -> None:
-        super().__init__(*args, kernels=True, wide=False, **options)
-        self._rule = rule
+    def __init__(self, rule: Rule, kernels: Any, *args: Any, **options: Any) -> None:
+        super().__init__(*args, kernels=kernels, wide=False, **options)
+        self._rule, self._kernels = rule, kernels
         self._tables: Tables | None = None
         self._adopted: tuple[Any, ...] | None = None
         self._there: Sequence[bool] = ()
@@ -99,13 +96,13 @@ class KernelTier(DeviceTier):
         tables, numbering = self._own_(), self.collector.numbering
         self._stepping = collected.there
         self._note_(collected.there)
-        if not torch.cuda.is_current_stream_capturing():
+        if not self._capturing():
             self.push_()
         judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
         counts = (self.collector.table.at_home, tables.steps, tables.begun)
         of_slots = (*counts, tables.hyper, tables.group_of, tables.numbers)
         with on_device(self.home):
-            tables.kernels.launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
+            self._kernels.launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
         for index, dtype in enumerate(collected.dtypes):
             self._update_(tables, index, dtype)
 
@@ -119,10 +116,10 @@ class KernelTier(DeviceTier):
         else:
             own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
         aligned = table.aligned and pieces.aligned
-        launch = tables.kernels.update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
+        launch = self._kernels.update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
         with on_device(device):
             numbers = tables.parts[index].to(device, non_blocking=True)
-            launch(pieces.number, (*tables.kernels.where_of(pieces), numbers, table.parts[index], *own, *state.flats))
+            launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
         bucket.note_published_(self._marks[index])
 
     def before_replay_(self) -> object:
@@ -138,9 +135,9 @@ class KernelTier(DeviceTier):
         tables = self._tables
         if tables is None:
             return
-        rows = [tables.kernels.row_of(tables.form, group) for group in self.inner.param_groups]
+        rows = [row_of(tables.form, group) for group in self.inner.param_groups]
         if rows != self._pushed:
-            fresh = torch.tensor(rows, dtype=torch.float64, pin_memory=True, device="cpu")
+            fresh = torch.tensor(rows, dtype=torch.float64, pin_memory=self.home.type == "cuda", device="cpu")
             tables.hyper.copy_(fresh, non_blocking=True)
             self._pushed = rows
 
@@ -163,7 +160,7 @@ class KernelTier(DeviceTier):
     def _own_(self) -> Tables:
         """Return the tables, after making sure that the inner state is ours."""
         inner, numbering, tables = self.inner, self.collector.numbering, self._tables
-        known = self._adopted is not None and self._adopted[0] is inner.state and self._adopted[1:] == self._sizes()
+        known = self._adopted is not None and self._adopted[0] is inner.state and self._adopted[1:] == self._form()
         if tables is None or not known:
             if tables is None or tables.numbering is not numbering or len(tables.hyper) != len(inner.param_groups):
                 self.settle_()
@@ -175,10 +172,19 @@ class KernelTier(DeviceTier):
         return tables
 
     def _note_adopted_(self) -> None:
-        self._adopted = (self.inner.state, *self._sizes())
+        self._adopted = (self.inner.state, *self._form())
 
-    def _sizes(self) -> tuple[int, ...]:
-        return len(self.inner.state), len(self.masters.buckets), len(self.inner.param_groups)
+    def _form(self) -> tuple[int, ...]:
+        """Return by what, beside its identity, state is noticed that others made.
+
+        Edits in place need no notice. Entries are looked at on a CPU only: beside a GPU's step that would be dear.
+        """
+        state = self.inner.state
+        sizes = len(state), len(self.masters.buckets), len(self.inner.param_groups)
+        if self.home.type != "cpu":
+            return sizes
+        values = itertools.chain.from_iterable(entry.values() for entry in state.values() if isinstance(entry, dict))
+        return *sizes, *map(id, values)
 
     def settle_(self) -> None:
         """Forget the entries that a skipped first step has made. Syncs: one read, once after entries were made."""

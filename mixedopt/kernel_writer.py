@@ -1,14 +1,13 @@
-"""A pure function of tensors, written as lines of a Triton kernel.
+"""A pure function of tensors, written as lines of a kernel, in Triton or C++.
 
-The update rules and the loss scale are written once, in plain PyTorch. On a GPU
-they run inside kernels of ours: the function is traced, and every element-wise
-operation of the trace becomes one line. No compiler but Triton's is asked, so
-nothing is guarded, nothing is compiled anew, and a launch costs microseconds.
+The update rules and the loss scale are written once, in plain PyTorch, and run
+inside kernels of ours: the function is traced, and every element-wise operation
+of the trace becomes one line. So nothing is guarded, nothing is compiled anew,
+and a launch costs microseconds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,51 +17,9 @@ from torch._decomp import core_aten_decompositions
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-TYPES = {
-    torch.float64: "tl.float64",
-    torch.float32: "tl.float32",
-    torch.float16: "tl.float16",
-    torch.bfloat16: "tl.bfloat16",
-    torch.int64: "tl.int64",
-    torch.int32: "tl.int32",
-    torch.int16: "tl.int16",
-    torch.bool: "tl.int1",
-}
+from mixedopt.dialects import TRITON, Dialect
 
-# Operation -> how it is written. Its arguments are given the type of its result before.
-ARITHMETIC = {
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "rsub": "{1} - {0}",
-    "mul": "{0} * {1}",
-    "neg": "-{0}",
-    "abs": "tl.abs({0})",
-    "exp": "libdevice.exp({0})",
-    "log": "libdevice.log({0})",
-    "expm1": "libdevice.expm1({0})",
-    "log1p": "libdevice.log1p({0})",
-    "tanh": "libdevice.tanh({0})",
-    # As torch: NaN stays. Triton's own maximum knows no NaN in fp64.
-    "maximum": "tl.where(({0} >= {1}) | ({0} != {0}), {0}, {1})",
-    "minimum": "tl.where(({0} <= {1}) | ({0} != {0}), {0}, {1})",
-    "clone": "{0}",
-    "copy": "{1}",
-    "alias": "{0}",
-    "detach": "{0}",
-    "_to_copy": "{0}",
-    "lift_fresh_copy": "{0}",
-    "round": "libdevice.rint({0})",
-    "copysign": "libdevice.copysign({0}, {1})",
-    "__lshift": "{0} << {1}",
-    "__rshift": "{0} >> {1}",
-    "bitwise_left_shift": "{0} << {1}",
-    "bitwise_right_shift": "{0} >> {1}",
-    "bitwise_and": "{0} & {1}",
-    "bitwise_or": "{0} | {1}",
-    "bitwise_xor": "{0} ^ {1}",
-    "sign": "tl.where({0} > 0, 1, 0) - tl.where({0} < 0, 1, 0)",
-}
-# The same for what compares: its arguments are given the type that they have in common.
+# What compares; its arguments are given the type that they have in common.
 COMPARISON = {
     "lt": "{0} < {1}",
     "le": "{0} <= {1}",
@@ -80,7 +37,11 @@ LOGIC = {
 
 
 def lines_of(
-    function: Callable[..., Any], examples: Sequence[Any], names: Sequence[str], prefix: str
+    function: Callable[..., Any],
+    examples: Sequence[Any],
+    names: Sequence[str],
+    prefix: str,
+    dialect: Dialect = TRITON,
 ) -> tuple[list[str], list[str]]:
     """Return the lines that compute ``function``, and the names of its results.
 
@@ -89,6 +50,7 @@ def lines_of(
         examples: arguments, small; they are not looked at but for their dtypes.
         names: how the tensors among the arguments are called in the kernel, flat and in order.
         prefix: of the names that are made.
+        dialect: the language.
 
     Raises:
         NotImplementedError: an operation is not element-wise, or not known here.
@@ -99,7 +61,7 @@ def lines_of(
         pure = torch.func.functionalize(function)  # what is written in place inside becomes a new value
         trace = make_fx(pure, decomposition_table=dict(core_aten_decompositions()))(*apart)
     trace.graph.eliminate_dead_code()
-    writer = Writer(prefix)
+    writer = Writer(prefix, dialect)
     given = iter(names)
     for node in trace.graph.nodes:
         if node.op == "placeholder":
@@ -116,7 +78,8 @@ def lines_of(
 class Writer:
     """Lines written so far, and the name of each node of the trace."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, dialect: Dialect) -> None:
+        self.dialect = dialect
         self.lines: list[str] = []
         self.names: dict[Node, str] = {}
         self._prefix = prefix
@@ -125,7 +88,7 @@ class Writer:
         """Write a number that the function has made a tensor of."""
         if value.numel() != 1:
             raise NotImplementedError("a kernel can hold a number, not a tensor of several")
-        self._assign_(node, literal(value.item()), value.dtype)
+        self._assign_(node, self.dialect.literal(value.item()), value.dtype)
 
     def call_(self, node: Node) -> None:
         """Write one operation."""
@@ -135,9 +98,10 @@ class Writer:
         args = node.args
         if node.kwargs.get("alpha", 1) != 1:
             raise NotImplementedError(f"{name} with alpha")
-        if name in ARITHMETIC:
-            count = 2 if "{1}" in ARITHMETIC[name] else 1
-            text = ARITHMETIC[name].format(*(self._as(arg, dtype) for arg in args[:count]))
+        patterns = self.dialect.arithmetic
+        if name in patterns and name != "pow":
+            count = 2 if "{1}" in patterns[name] else 1
+            text = patterns[name].format(*(self._as(arg, dtype) for arg in args[:count]))
         elif name in COMPARISON:
             common = torch.result_type(*(_value(arg) for arg in args))
             text = COMPARISON[name].format(*(self._as(arg, common) for arg in args))
@@ -145,7 +109,7 @@ class Writer:
             text = LOGIC[name].format(*(self._as(arg, torch.bool) for arg in args))
         elif name in ("zeros_like", "ones_like", "full_like", "scalar_tensor", "full"):
             fill = {"zeros_like": 0, "ones_like": 1}.get(name, args[0] if name == "scalar_tensor" else args[-1])
-            text = f"tl.full((), {literal(fill)}, {TYPES[dtype]})"
+            text = self._number(fill, dtype)
         else:
             text = self._special(name, dtype, args, node.kwargs)
         self._assign_(node, text, dtype)
@@ -153,59 +117,54 @@ class Writer:
     def _special(self, name: str, dtype: torch.dtype, args: Sequence[Any], options: Any) -> str:
         first = self._as(args[0], torch.bool if name == "where" else dtype) if args else ""
         if name == "where":
-            return f"tl.where({first}, {self._as(args[1], dtype)}, {self._as(args[2], dtype)})"
+            return self.dialect.where.format(first, self._as(args[1], dtype), self._as(args[2], dtype))
         if name.startswith("clamp"):
             low, high = (*args[1:], None, None)[:2] if name != "clamp_max" else (None, args[1])
             return self._clamp(first, options.get("min", low), options.get("max", high), dtype)
         if name == "view" and isinstance(args[1], torch.dtype):
-            return f"{self.names[args[0]]}.to({TYPES[dtype]}, bitcast=True)"
+            return self.dialect.bitcast.format(self.names[args[0]], self.dialect.type_of(dtype))
         if name == "isnan":
             return f"{self.names[args[0]]} != {self.names[args[0]]}"
         if name == "pow":
             return self._power(args[0], args[1], dtype)
-        # What Triton rounds carelessly in fp32 unless it is told.
-        exact = dtype == torch.float32
         if name == "sqrt":
-            return f"tl.sqrt_rn({first})" if exact else f"libdevice.sqrt({first})"
+            return self.dialect.sqrt[dtype].format(first)
         if name in ("div", "true_divide", "reciprocal"):
-            one = f"tl.full((), 1, {TYPES[dtype]})"
+            one = self._number(1, dtype)
             over, under = (one, first) if name == "reciprocal" else (first, self._as(args[1], dtype))
-            return f"tl.div_rn({over}, {under})" if exact else f"{over} / {under}"
+            return self.dialect.divide[dtype].format(over, under)
         raise NotImplementedError(f"the operation {name} is not known to the writer of kernels")
 
     def _clamp(self, text: str, low: Any, high: Any, dtype: torch.dtype) -> str:
+        patterns = self.dialect.arithmetic
         if low is not None:
-            text = ARITHMETIC["maximum"].format(text, self._as(low, dtype))
-        return text if high is None else ARITHMETIC["minimum"].format(f"({text})", self._as(high, dtype))
+            text = patterns["maximum"].format(text, self._as(low, dtype))
+        return text if high is None else patterns["minimum"].format(f"({text})", self._as(high, dtype))
 
     def _power(self, base: Any, exponent: Any, dtype: torch.dtype) -> str:
         text = self._as(base, dtype)
         if exponent == 2:
             return f"{text} * {text}"
-        return f"libdevice.pow({text}, {self._as(exponent, dtype)})"
+        return self.dialect.arithmetic["pow"].format(text, self._as(exponent, dtype))
 
     def _as(self, arg: Any, dtype: torch.dtype) -> str:
         """Return an argument in a type."""
         if isinstance(arg, Node):
             same = arg.meta["val"].dtype == dtype
-            return self.names[arg] if same else f"{self.names[arg]}.to({TYPES[dtype]})"
-        return f"tl.full((), {literal(arg)}, {TYPES[dtype]})"
+            name = self.names[arg]
+            return name if same else self.dialect.cast.format(name, self.dialect.type_of(dtype))
+        return self._number(arg, dtype)
+
+    def _number(self, value: Any, dtype: torch.dtype) -> str:
+        return self.dialect.number.format(self.dialect.literal(value), self.dialect.type_of(dtype))
 
     def _assign_(self, node: Node, text: str, dtype: torch.dtype) -> None:
         name = f"{self._prefix}{len(self.lines)}"
         self.names[node] = name
         constant = node.op == "get_attr" or not any(isinstance(arg, Node) for arg in node.args)
-        made = f"tl.full((), {text}, {TYPES[dtype]})" if constant else f"({text}).to({TYPES[dtype]})"
-        self.lines.append(f"{name} = {made}")
-
-
-def literal(value: Any) -> str:
-    """Return a number as it is written in a kernel."""
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    return repr(value)
+        kind = self.dialect.type_of(dtype)
+        made = (self.dialect.number if constant else self.dialect.cast).format(text, kind)
+        self.lines.append(self.dialect.assign.format(name, kind, made))
 
 
 def _value(arg: Any) -> Any:

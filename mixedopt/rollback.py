@@ -58,6 +58,10 @@ class NormStatistics:
         """Write the statistics back iff ``skipped``, a number on the device, is not 0. Syncs: none."""
         if not self._layers or [buffer._version for buffer in self._live] == self._versions:
             return
+        if skipped.device.type == "cpu":
+            if bool(skipped):
+                self.restore_()
+            return
         if self._kernels and all(buffer.device == skipped.device for buffer in self._live):
             from mixedopt.gather_kernels import restore_
 

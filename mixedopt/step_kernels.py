@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +22,15 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 from triton.language.extra import libdevice  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
+from mixedopt.dialects import TRITON
 from mixedopt.flat import plan_layout
+from mixedopt.forms import OWN, ZEROS, Form, lines_of_judgement, lines_of_numbers, lines_of_update, where_of
 from mixedopt.gather_kernels import gather_, measure_, restore_
-from mixedopt.judgement import Rules, Standing, judge
-from mixedopt.kernel_writer import TYPES, lines_of
+from mixedopt.judgement import Rules, Standing
+from mixedopt.kernel_writer import lines_of
 from mixedopt.launching import Launcher
 from mixedopt.numbering import PIECE
-from mixedopt.pieces import Pieces, plan_pieces
-from mixedopt.rules import Rule
+from mixedopt.pieces import plan_pieces
 from mixedopt.split import join, remainder_of
 
 BLOCK = 1024  # values of a piece that a program of the update works on at once
@@ -38,57 +38,13 @@ WARPS = 8
 MEASURED = 2048  # pieces that the plan looks at at once
 LINES = 512  # slots that it works on at once
 PLAN_WARPS = 16
-# Whatever the user's defaults are.
-ZEROS = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
-# Columns of the table of numbers before those of the rule: whether to step, and the factor on the gradient.
-OWN = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What kernels are written for.
-
-    Attributes:
-        rule: how to step.
-        hypers: how many hyperparameters it has.
-        initial: names of what is not zero before the first step.
-    """
-
-    rule: Rule
-    hypers: int
-    initial: tuple[str, ...]
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers the rule makes of its hyperparameters."""
-        line = torch.ones(1, dtype=torch.float64, device="cpu")
-        return len(self.rule.numbers(line, (line,) * self.hypers, (line.float(),) * len(self.rule.scalars))[0])
-
-    @property
-    def width(self) -> int:
-        """Columns of the table of numbers, filled up so that every row is aligned to 16 bytes."""
-        return -(-(OWN + self.numbers + 1 + len(self.initial)) // 4) * 4
-
-
-def form_of(rule: Rule, inner: torch.optim.Optimizer) -> Form:
-    """Return what kernels for this optimizer are written for."""
-    group = inner.param_groups[0]
-    return Form(rule, len(rule.hyper(group)), tuple(rule.initial(group)))
-
-
-def row_of(form: Form, group: Mapping[str, Any]) -> list[float]:
-    """Return a group's row of the table of hyperparameters."""
-    sign, initial = -1.0 if group.get("maximize") else 1.0, form.rule.initial(group)
-    return [sign, *form.rule.hyper(group), *(initial[name] for name in form.initial)]
 
 
 def plan_source(form: Form | None) -> str:
     """Return the first kernel as text; without a rule it decides only."""
-    scalar = ZEROS((), dtype=torch.float64)
     standing = [f"now_{name}" for name in Standing._fields]
     rules = [f"rule_{name}" for name in Rules._fields]
-    examples = Standing(*[scalar] * len(standing)), Rules(*[scalar] * len(rules)), scalar, scalar, scalar
-    judging, results = lines_of(judge, examples, [*standing, *rules, "largest", "norm", "culprit"], "j")
+    judging, results = lines_of_judgement(TRITON)
     following, (skip, factor, unscaled) = results[: len(standing)], results[len(standing) :]
     scalars = () if form is None else form.rule.scalars
     signals = ["scale", "found_inf", "divisor", "multiplier"]
@@ -154,10 +110,7 @@ MEASURE = """\
 def numbers_source(form: Form, skip: str, factor: str) -> list[str]:
     """Return the lines that work out the numbers of every slot."""
     rule, hypers = form.rule, form.hypers
-    line, single = ZEROS(4, dtype=torch.float64), ZEROS(4)
-    names = ["step", *(f"hyper_{i}" for i in range(hypers)), *(f"old_{name}" for name in rule.scalars)]
-    examples = line, (line,) * hypers, (single,) * len(rule.scalars)
-    numbering, results = lines_of(rule.numbers, examples, names, "n")
+    numbering, results = lines_of_numbers(form, TRITON)
     numbers, scalars = results[: form.numbers], results[form.numbers :]
     columns = [*(f"hyper_{i}" for i in range(hypers)), *(f"initial_{name}" for name in form.initial)]
     written = ["active", f"sign * {factor}", *numbers, "first_step", *(f"initial_{name}" for name in form.initial)]
@@ -216,7 +169,7 @@ def update_source(form: Form, grads: torch.dtype, model: torch.dtype, split: boo
             *(f"            initial_{n} = tl.load(row + {OWN + count + 1 + i})" for i, n in enumerate(form.initial)),
             "            start = tl.load(starts + piece)",
             "            count = tl.load(counts + piece)",
-            f"            grads = tl.load(addresses + slot).to(tl.pointer_type({TYPES[grads]}))",
+            f"            grads = tl.load(addresses + slot).to(tl.pointer_type({TRITON.types[grads]}))",
             "            grads += tl.load(withins + piece)",
             "            if ALIGNED:",
             "                start = tl.multiple_of(start, 64)",
@@ -237,14 +190,8 @@ def update_source(form: Form, grads: torch.dtype, model: torch.dtype, split: boo
 
 def body_source(form: Form, model: torch.dtype, split: bool, mask: str) -> list[str]:
     """Return the lines that step some values."""
-    rule, count = form.rule, form.numbers
-    wide = [ZEROS(4) for _ in range(2 + len(rule.state))]
-    examples = wide[0], wide[1], tuple(ZEROS(()) for _ in range(count)), *wide[2:]
-    state = [f"old_{name}" for name in rule.state]
-    updating, results = lines_of(
-        rule.update, examples, ["param", "grad", *(f"n{i}" for i in range(count)), *state], "u"
-    )
-    param, *new_state = results
+    rule = form.rule
+    updating, (param, *new_state) = lines_of_update(form, TRITON)
     half, bits = ZEROS(4, dtype=model), ZEROS(4, dtype=torch.int16)
     kept = [f"param = tl.load(master + place{mask})"]
     published = [f"tl.store(master + place, {param}{mask})"]
@@ -255,7 +202,7 @@ def body_source(form: Form, model: torch.dtype, split: bool, mask: str) -> list[
         ]
     if split:
         joining, (joined,) = lines_of(join, (half, bits), ["half", "bits"], "q")
-        splitting, (rest,) = lines_of(remainder_of, (wide[0], half), [param, "rounded"], "r")
+        splitting, (rest,) = lines_of(remainder_of, (ZEROS(4), half), [param, "rounded"], "r")
         loads = [f"half = tl.load(model + place{mask})", f"bits = tl.load(remainder + place{mask})"]
         kept = [*loads, *joining, f"param = {joined}"]
         published = [*published[1:], *splitting, f"tl.store(remainder + place, {rest}{mask})"]
@@ -313,11 +260,6 @@ def launch_plan(form: Form | None, tensors: Sequence[Tensor], slots: int) -> Non
         slots: how many numbers of slots there are.
     """
     plan_launcher(form, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
-
-
-def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
-    """Return the first arguments of the second kernel: which values a program steps."""
-    return pieces.slot, pieces.start, pieces.within, pieces.count
 
 
 def try_judging(device: torch.device, dtypes: Collection[torch.dtype]) -> None:

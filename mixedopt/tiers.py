@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from mixedopt import host_kernels
 from mixedopt.collecting import has_triton
 from mixedopt.compiled import CompiledTier, check_rule, covering_rule
 from mixedopt.device_scaler import DeviceScaler
 from mixedopt.eager import EagerTier
 from mixedopt.errors import in_one_line
+from mixedopt.forms import form_of
 from mixedopt.fused import FusedTier, is_fused
 from mixedopt.kernel_tier import KernelTier
 from mixedopt.loss_scale import LossScaleConfig
@@ -32,7 +34,7 @@ class Choice:
         make: the tier's class, with what it needs beside the parts that all have.
         narrow: gradients that autograd holds are gathered as they are.
         home: the device that judges its steps, ``None`` for the host.
-        kernels: kernels of ours can be made there.
+        kernels: kernels of ours can be made there, of a GPU.
     """
 
     make: Callable[..., EagerTier]
@@ -117,14 +119,42 @@ def _fused(request: Request) -> Choice:
         )
     if request.on_host:
         raise ValueError(f"{who}: a SharedLossScale and drop_bad_micro_steps decide on the host. Use tier='eager'.")
-    kernels = request.on_gpu and has_triton() and _kernels_work(request)
-    return Choice(functools.partial(FusedTier, kernels=kernels), home=_home(request.inner), kernels=kernels)
+    room = _room() if request.on_gpu and has_triton() and _kernels_work(request) else None
+    make = functools.partial(FusedTier, kernels=room)
+    return Choice(make, home=_home(request.inner), kernels=room is not None)
 
 
 def _compiled(request: Request) -> Choice:
-    if request.on_host or not request.on_gpu:
-        return Choice(functools.partial(CompiledTier, check_rule(request.inner, request.dtypes)), narrow=True)
-    return Choice(functools.partial(KernelTier, _check_kernels(request)), home=_home(request.inner), kernels=True)
+    if request.on_gpu and not request.on_host:
+        make = functools.partial(KernelTier, _check_kernels(request), _room())
+        return Choice(make, home=_home(request.inner), kernels=True)
+    if (rule := _rule_on_host(request)) is not None:
+        return Choice(functools.partial(KernelTier, rule, host_kernels), home=_home(request.inner))
+    return Choice(functools.partial(CompiledTier, check_rule(request.inner, request.dtypes)), narrow=True)
+
+
+def _room() -> Any:
+    """Return the room of a GPU's kernels, which needs Triton."""
+    from mixedopt import step_kernels
+
+    return step_kernels
+
+
+def _rule_on_host(request: Request) -> Rule | None:
+    """Return the rule of the optimizer, after making its kernels for a CPU; ``None``: leave it to torch.compile.
+
+    Raises:
+        ValueError: there is no rule.
+    """
+    if request.on_host or request.split or {device.type for device in request.devices} != {"cpu"}:
+        return None
+    rule = covering_rule(request.inner)
+    try:
+        host_kernels.try_kernels(form_of(rule, request.inner), request.dtypes | {torch.float32})
+    except Exception as error:
+        logger.info("no kernels on a CPU, torch.compile instead: %s", in_one_line(error))
+        return None
+    return rule
 
 
 def _check_kernels(request: Request) -> Rule:
@@ -138,7 +168,7 @@ def _check_kernels(request: Request) -> Rule:
     if not has_triton():
         raise ValueError(f"{who}: Triton is not installed. Install it (pip install triton), or use tier='eager'.")
     try:
-        from mixedopt.step_kernels import form_of, try_kernels
+        from mixedopt.step_kernels import try_kernels
 
         for device in request.devices:
             try_kernels(form_of(rule, inner), device, request.dtypes | {torch.float32}, split=request.split)

@@ -56,6 +56,16 @@ PARAM_ULPS = 4
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
+@pytest.fixture(params=["kernels", "torch.compile"], autouse=True)
+def compiler(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to compile a step on a CPU: kernels of ours, and what serves where they do not."""
+    if request.param == "torch.compile":
+        if device.type == "cuda":
+            pytest.skip("on a GPU kernels serve")
+        monkeypatch.setattr(tiers, "_rule_on_host", lambda request: None)
+    return request.param
+
+
 def sgd(**options: Any) -> Make:
     return lambda params: torch.optim.SGD(params, lr=1e-2, **options)
 
@@ -417,9 +427,9 @@ def test_counts_part_and_meet_again(device: torch.device, dtype: torch.dtype) ->
         assert torch.allclose(value, masters_of(compiled[1])[key], rtol=1e-4, atol=1e-6), key
 
 
-def test_gradients_gathered_in_half_give_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
+def test_gradients_gathered_in_half_give_the_same_bits(compiler: str, device: torch.device, dtype: torch.dtype) -> None:
     """What a GPU does, on every device: over clipping, ``unscale_``, a hooked step, an overflow, sparse gradients."""
-    if device.type == "cuda":
+    if compiler == "kernels":
         pytest.skip("kernels read gradients where they lie")
     found = []
     for narrow in (False, True):
@@ -451,7 +461,9 @@ def test_gradients_gathered_in_half_give_the_same_bits(device: torch.device, dty
 
 
 @pytest.mark.parametrize("size", [2.0**-100, 2.0**-60, 1.0, 2.0**60, 2.0**100])
-def test_gradients_of_any_magnitude_are_judged_at_once(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_any_magnitude_are_judged_at_once(
+    size: float, compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a CPU: no second look, no fp32 copy of bf16 gradients; steps and norm are those of the eager tier."""
     judged: list[str] = []
 
@@ -473,7 +485,7 @@ def test_gradients_of_any_magnitude_are_judged_at_once(size: float, monkeypatch:
         assert optimizer.applied_steps == 2
         found.append(masters_of(optimizer))
         norms.append(optimizer.last_step.grad_norm)
-    assert judged.count("compiled") == 2
+    assert judged.count("compiled") == (2 if compiler == "torch.compile" else 0)
     assert all(buffer._flat is None for buffer in optimizer._tier.window._buffers)
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     for key, value in found[0].items():
@@ -500,7 +512,7 @@ def test_loops_are_shared_out_whatever_was_compiled_first(size: int, dtype: torc
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "ASGD"])
 def test_a_step_that_fails_counts_nothing(
-    name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+    name: str, compiler: str, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Out of memory, say: masters, state and counts are as before, the gradients are gone, and training goes on."""
     model, optimizer = wrapped(device, dtype, MAKES[name], tier="compiled")
@@ -511,7 +523,7 @@ def test_a_step_that_fails_counts_nothing(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer._tier, "_compiled" if device.type == "cpu" else "_advance_", fails)
+            patch.setattr(optimizer._tier, "_compiled" if compiler == "torch.compile" else "_advance_", fails)
             with pytest.raises(MemoryError):
                 train(model, optimizer, [9])
         assert_same(before, snapshot(model, optimizer))
@@ -679,9 +691,13 @@ def test_without_a_compiler_it_says_so(
 
         return call
 
+    def none(*args: Any) -> None:
+        raise RuntimeError("no g++")
+
     model = two_group_model(device)
     inner = MAKES["AdamW"](two_groups(model))
     before = snapshot(model, inner)
+    monkeypatch.setattr("mixedopt.host_kernels.try_kernels", none)
     monkeypatch.setattr(torch, "compile", broken)
     monkeypatch.setattr(tiers, "has_triton", lambda: False)
     words = r"torch\.compile does not work for .* here \(RuntimeError\)|Triton is not installed"

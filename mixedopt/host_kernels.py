@@ -1,0 +1,136 @@
+"""The kernels of a step on a CPU, compiled and launched: what ``step_kernels`` is on a GPU.
+
+A C++ compiler makes a library of each, in about a second, once a process. It
+shares pieces out among as many threads as torch uses.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mixedopt.flat import plan_layout
+from mixedopt.forms import ZEROS, Form, where_of
+from mixedopt.host_sources import measure_source, plan_source, update_source
+from mixedopt.judgement import Rules, Standing
+from mixedopt.numbering import PIECE
+from mixedopt.pieces import Pieces, plan_pieces
+
+COMPILERS = ("c++", "g++", "clang++")
+# No contraction: what torch rounds twice is rounded twice.
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
+# From the best to what every compiler takes.
+CHOICES = ((NATIVE, "-fopenmp"), ("-fopenmp",), (NATIVE,), ())
+POINTER: Any = Tensor.data_ptr
+Launch = Callable[[int, Sequence[Tensor]], None]
+
+
+@functools.cache
+def made(source: str, name: str) -> Callable[[int, int, int], None]:
+    """Return a function of C++.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
+    named = os.environ.get("CXX")
+    compiler = shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise RuntimeError(f"no C++ compiler: {named or ', '.join(COMPILERS)} not found")
+    said = ""
+    with tempfile.TemporaryDirectory(prefix="mixedopt") as folder:
+        text, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        text.write_text(source)
+        for choice in CHOICES:
+            ran = subprocess.run(
+                [compiler, *FLAGS, *choice, "-o", str(library), str(text)], capture_output=True, text=True, check=False
+            )
+            if ran.returncode == 0:
+                function = getattr(ctypes.CDLL(str(library)), name)
+                function.argtypes, function.restype = [ctypes.c_int64] * 3, None
+                return function  # type: ignore[no-any-return]
+            said = said or ran.stderr.strip()
+    raise RuntimeError(f"{Path(compiler).name}: {said[:200]}")
+
+
+def launch(function: Callable[[int, int, int], None], pieces: int, number: int, tensors: Sequence[Tensor]) -> None:
+    """Call a function of C++; in place."""
+    pointers = array.array("q", map(POINTER, tensors))
+    function(pieces, number, pointers.buffer_info()[0])
+
+
+@functools.cache
+def measurer(grads: torch.dtype) -> Callable[[int, int, int], None]:
+    """Return the function that measures gradients of this dtype."""
+    return made(measure_source(grads), "measure")
+
+
+@functools.cache
+def planner(form: Form) -> Callable[[int, int, int], None]:
+    """Return the function that decides."""
+    return made(plan_source(form), "plan")
+
+
+@functools.cache
+def update_launcher(
+    form: Form, device: int | None, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
+) -> Launch:
+    """Return what launches the update: (pieces, tensors in the order of its pointers).
+
+    Raises:
+        NotImplementedError: masters are split.
+    """
+    del device, aligned
+    if split:
+        raise NotImplementedError("split masters have no kernel on a CPU")
+    function = made(update_source(form, grads, model), "update")
+    return lambda pieces, tensors: launch(function, pieces, torch.get_num_threads(), tensors)
+
+
+def measure_(addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool) -> None:
+    """Measure gradients where they lie; as ``gather_kernels.measure_``."""
+    del aligned
+    if pieces.number:
+        tensors = (addresses, *where_of(pieces), evidence)
+        launch(measurer(source), pieces.number, torch.get_num_threads(), tensors)
+
+
+def launch_plan(form: Form, tensors: Sequence[Tensor], slots: int) -> None:
+    """Decide and work out the numbers; as ``step_kernels.launch_plan``."""
+    launch(planner(form), tensors[0].shape[1], slots, tensors)
+
+
+def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
+    """Make and run the kernels of a rule, on a parameter that is thrown away.
+
+    Raises:
+        Exception: whatever the compiler, or the trace of the rule, says.
+    """
+    pieces, rule = plan_pieces(plan_layout([("", ZEROS(64))]), PIECE), form.rule
+    steps, begun, *scalars = (ZEROS(4) for _ in ("step", "begun", *rule.scalars))
+    hyper, table = ZEROS((1, 1 + form.hypers + len(form.initial)), dtype=torch.float64), ZEROS((4, form.width))
+    standing, rules = (ZEROS(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
+    signals, report = [ZEROS(4) for _ in range(4)], ZEROS(4, dtype=torch.float64)
+    evidence, group_of = pieces.new_evidence(), ZEROS(4, dtype=torch.int32)
+    for dtype in dtypes:
+        master, *state = (ZEROS(64) for _ in ("param", *rule.state))
+        weights = (master,) if dtype == torch.float32 else (master, ZEROS(64, dtype=dtype))
+        grad = ZEROS(64, dtype=dtype)
+        addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device="cpu")
+        measure_(addresses, pieces, dtype, evidence, True)
+        judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
+        launch_plan(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)
+        update = update_launcher(form, None, dtype, dtype, False, True)
+        update(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))
