@@ -132,41 +132,32 @@ class Collector:
         grads = self._window.plain()
         if grads is None:
             return None
-        held = self._window.plain_stores()
-        if held is not None:
-            return self._stored(held)
+        dtypes, dtype_of = self._dtypes, self._dtype_of
+        if (held := self._window.plain_stores()) is not None:
+            dtypes, grads = [dtype for dtype, _ in held], [mine for _, mine in held]
+            dtype_of = [dtype for dtype, mine in held for _ in mine]
         flat = list(itertools.chain.from_iterable(grads))
         try:  # the common case, in few calls: all are there, laid out as their slots are
             addresses: list[int] = list(map(POINTER, flat))
             # Their shapes are the parameters'; if those of both are contiguous, so are their places in memory.
             alike = all(map(CONTIGUOUS, flat)) if self._contiguous else list(map(STRIDE, flat)) == self._strides
-            if alike and list(map(DTYPE, flat)) == self._dtype_of:
-                return self._with_empty(Waiting(addresses, self._all, self._dtypes, flat))
+            if alike and list(map(DTYPE, flat)) == dtype_of:
+                return self._with_empty(Waiting(addresses, self._all, dtypes, flat))
         except (TypeError, RuntimeError):  # some are absent, or sparse
             if any(grad is not None and grad.layout != torch.strided for grad in flat):
                 return None
         flat = [
             grad if grad is None or (grad.stride(), grad.dtype) == form else _laid_out(grad, *form)
-            for grad, form in zip(flat, zip(self._strides, self._dtype_of, strict=True), strict=True)
+            for grad, form in zip(flat, zip(self._strides, dtype_of, strict=True), strict=True)
         ]
         there = tuple(grad is not None for grad in flat)
         addresses = [0 if grad is None else grad.data_ptr() for grad in flat]
-        return self._with_empty(Waiting(addresses, there, self._dtypes, flat))
+        return self._with_empty(Waiting(addresses, there, dtypes, flat))
 
     def _with_empty(self, waiting: Waiting) -> Waiting:
         for number in self._empty:
             waiting.addresses[number] = THERE if waiting.there[number] else 0
         return waiting
-
-    def _stored(self, held: Sequence[tuple[Tensor, list[bool]]]) -> Waiting:
-        """Return where the slots of flat buffers lie."""
-        there = tuple(is_there for _, mine in held for is_there in mine)
-        bases = [(flat.data_ptr(), flat.dtype.itemsize) for flat, mine in held for _ in mine]
-        addresses = [
-            base + slot.offset * size if is_there else 0
-            for (base, size), slot, is_there in zip(bases, self._slots, there, strict=True)
-        ]
-        return self._with_empty(Waiting(addresses, there, [flat.dtype for flat, _ in held], [flat for flat, _ in held]))
 
     def _gather(self, waiting: Waiting) -> list[Tensor]:
         """Return flat fp32 buffers; filled unless the kernel that measures is to do that."""
@@ -174,11 +165,10 @@ class Collector:
         flats = [torch.empty(b.layout.size, dtype=torch.float32, device=b.device) for b in buckets]
         if self._kernels:
             return flats
-        stored = self._window.takes
         for index, (flat, bucket) in enumerate(zip(flats, buckets, strict=True)):
             flat.zero_()
             there = self._part(index, waiting.there)
-            grads = bucket.layout.views(waiting.kept[index]) if stored else self._part(index, waiting.kept)  # type: ignore[arg-type]
+            grads = self._part(index, waiting.kept)
             views = [view for view, is_there in zip(bucket.layout.views(flat), there, strict=True) if is_there]
             if views:
                 torch._foreach_copy_(views, [grad for grad, is_there in zip(grads, there, strict=True) if is_there])

@@ -1,7 +1,8 @@
 """How the operations of a rule are spelt: in a kernel of Triton, and in C++.
 
 Both do what torch does: NaN stays in a maximum, division and roots are rounded
-once, and nothing is contracted to one operation that torch makes of two.
+once, ``lerp`` and ``addcmul`` end in a fused multiply-add, and nothing else is
+contracted to one operation.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Dialect:
         cast: the same, for a value.
         bitcast: the same, for the bits of a value.
         where: pattern of (condition, then, else).
+        fma: pattern of (a, b, c), for a * b + c with one rounding.
         sqrt: dtype -> pattern of a value.
         divide: dtype -> pattern of two.
         infinity, nan: the constants.
@@ -61,6 +63,7 @@ class Dialect:
     cast: str
     bitcast: str
     where: str
+    fma: str
     sqrt: Mapping[torch.dtype, str]
     divide: Mapping[torch.dtype, str]
     infinity: str
@@ -121,6 +124,7 @@ TRITON = Dialect(
     cast="({0}).to({1})",
     bitcast="{0}.to({1}, bitcast=True)",
     where="tl.where({0}, {1}, {2})",
+    fma="tl.fma({0}, {1}, {2})",
     # Triton rounds these carelessly in fp32 unless it is told.
     sqrt=MappingProxyType({torch.float32: "tl.sqrt_rn({0})", torch.float64: "libdevice.sqrt({0})"}),
     divide=MappingProxyType({torch.float32: "tl.div_rn({0}, {1})", torch.float64: "{0} / {1}"}),
@@ -157,6 +161,7 @@ CXX = Dialect(
     cast="({1})({0})",
     bitcast="bits_as<{1}>({0})",
     where="(({0}) ? ({1}) : ({2}))",
+    fma="fused({0}, {1}, {2})",
     sqrt=MappingProxyType({torch.float32: "std::sqrt({0})", torch.float64: "std::sqrt({0})"}),
     divide=MappingProxyType({torch.float32: "({0}) / ({1})", torch.float64: "({0}) / ({1})"}),
     infinity="INFINITY",

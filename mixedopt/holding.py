@@ -26,6 +26,7 @@ class Store:
 
     def __init__(self, bucket: Bucket, buffer: GradientBuffer) -> None:
         self.buffer = buffer
+        self.dtype = buffer.dtype
         self.present = [False] * len(bucket.params)
         self.sparse: dict[int, Tensor] = {}
 
@@ -43,6 +44,23 @@ class Store:
             view.copy_(grad)
             self.present[index] = True
 
+    def grads(self) -> list[Tensor | None]:
+        """Return the sum of each slot, ``None`` where there is none."""
+        return [view if there else None for view, there in zip(self.buffer.views, self.present, strict=True)]
+
+    def flats(self) -> list[Tensor]:
+        """Return what is to be written to change the sums."""
+        return [self.buffer.flat, *(grad._values() for grad in self.sparse.values())]
+
+    def gather_(self, buffer: GradientBuffer) -> list[Tensor | None]:
+        """Bring the sums into the fp32 buffer, their own or another, and forget them here; returns where they are."""
+        self.zero_absent_()
+        mine = [view if there else None for view, there in zip(buffer.views, self.present, strict=True)]
+        for index, grad in self.sparse.items():
+            mine[index] = join(mine[index], grad)
+        self.present, self.sparse = [False] * len(self.present), {}
+        return mine
+
     def zero_absent_(self) -> None:
         """Write zeros where there is no gradient. Syncs: none."""
         absent = [view for view, there in zip(self.buffer.views, self.present, strict=True) if not there]
@@ -56,6 +74,55 @@ class Store:
         self.buffer.release(keep=keep_memory)
 
 
+class Kept:
+    """The gradients of one bucket in its own dtype: the first of each is kept as it is, later ones are added to it.
+
+    So memory is that of ``.grad``: it grows as backward goes on and activations are freed. Sparse gradients stay in
+    ``.grad``.
+
+    Args:
+        bucket: whose gradients are taken.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.dtype = bucket.dtype
+        self.sparse: dict[int, Tensor] = {}
+        self._grads: list[Tensor | None] = [None] * len(bucket.params)
+
+    @property
+    def present(self) -> list[bool]:
+        """Return for each slot whether it has a gradient."""
+        return [grad is not None for grad in self._grads]
+
+    @torch.no_grad()
+    def add_(self, index: int, grad: Tensor) -> None:
+        """Keep a gradient, or add it to the one that is there. Syncs: none."""
+        held = self._grads[index]
+        if held is None:
+            self._grads[index] = grad if grad.dtype == self.dtype else grad.to(self.dtype)
+        else:
+            held.add_(grad)
+
+    def grads(self) -> list[Tensor | None]:
+        """Return the sum of each slot, ``None`` where there is none."""
+        return list(self._grads)
+
+    def flats(self) -> list[Tensor]:
+        """Return what is to be written to change the sums."""
+        return [grad for grad in self._grads if grad is not None]
+
+    def gather_(self, buffer: GradientBuffer) -> list[Tensor | None]:
+        """Copy the sums into the fp32 buffer, and forget them here; returns where they are."""
+        views = buffer.gather_(self._grads)
+        self.clear_(keep_memory=True)
+        return views
+
+    def clear_(self, *, keep_memory: bool) -> None:
+        """Forget all gradients."""
+        del keep_memory
+        self._grads = [None] * len(self._grads)
+
+
 class TakeGradient:
     """Post-accumulate hook of a parameter: moves ``.grad`` into a store, and frees it.
 
@@ -63,7 +130,7 @@ class TakeGradient:
     nothing. A sparse gradient stays where it is unless the store is fp32.
     """
 
-    def __init__(self, store: Store, index: int, *, sparse: bool) -> None:
+    def __init__(self, store: Store | Kept, index: int, *, sparse: bool) -> None:
         self._store = weakref.ref(store)
         self._index = index
         self._sparse = sparse
@@ -92,7 +159,7 @@ class HeldGradients:
         self._half = half
         self._droppable = droppable
         self._takes_sparse = not (half or droppable)
-        self._stores: list[Store] = []
+        self._stores: list[Store | Kept] = []
         self._stages: list[Store] = []
         self._handles: list[RemovableHandle] = []
         self._finite: list[Tensor] = []  # of each micro-step, bool, 0-d
@@ -105,12 +172,11 @@ class HeldGradients:
             bucket: the next one.
             buffer: its fp32 buffer.
         """
-        own = self._half and bucket.is_half
-        store = Store(bucket, GradientBuffer(bucket.layout, bucket.device, bucket.dtype) if own else buffer)
+        store: Store | Kept = Kept(bucket) if self._half and bucket.is_half else Store(bucket, buffer)
         self._stores.append(store)
         if self._droppable:
-            store = Store(bucket, GradientBuffer(bucket.layout, bucket.device, bucket.dtype))
-            self._stages.append(store)
+            store = stage = Store(bucket, GradientBuffer(bucket.layout, bucket.device, bucket.dtype))
+            self._stages.append(stage)
             for there in self._presence:
                 there.append([False] * len(bucket.params))
         for index, param in enumerate(bucket.params):
@@ -132,24 +198,25 @@ class HeldGradients:
         """Return for each slot of all buckets whether something was taken."""
         return [there or index in store.sparse for store in self._stores for index, there in enumerate(store.present)]
 
-    def sums(self) -> list[tuple[Tensor, list[bool]]] | None:
-        """Return each store's flat buffer and which of its slots are there; ``None`` if some gradient is sparse."""
+    def sums(self) -> list[tuple[torch.dtype, list[Tensor | None]]] | None:
+        """Return each store's dtype and its sums, ``None`` for absent ones; ``None`` if some gradient is sparse."""
         if any(store.sparse for store in self._stores):
             return None
-        return [(store.buffer.flat, store.present) for store in self._stores]
+        return [(store.dtype, store.grads()) for store in self._stores]
 
     @torch.no_grad()
     def end_micro_step_(self) -> None:
         """Let what was staged join the sum, if all of it is finite. Syncs: none."""
         if not any(any(stage.present) for stage in self._stages):
             return
+        sums = [store for store in self._stores if isinstance(store, Store)]  # all of them: they are fp32
         if not self._finite:
-            for store in self._stores:
+            for store in sums:
                 store.buffer.flat.zero_()
         for stage in self._stages:
             stage.zero_absent_()
         finite = is_finite(largest([stage.buffer.flat for stage in self._stages]))
-        for store, stage in zip(self._stores, self._stages, strict=True):
+        for store, stage in zip(sums, self._stages, strict=True):
             there = finite.to(stage.buffer.flat.device, non_blocking=True)
             store.buffer.flat.add_(torch.where(there, stage.buffer.flat, 0))
         self._finite.append(finite)
@@ -173,7 +240,7 @@ class HeldGradients:
             return 0, 0
         finite: list[bool] = torch.stack(self._finite).tolist()
         kept = [there for there, good in zip(self._presence, finite, strict=True) if good]
-        for index, store in enumerate(self._stores):
+        for index, store in enumerate(store for store in self._stores if isinstance(store, Store)):
             flags = zip(*(there[index] for there in kept or self._presence), strict=True)
             store.present = [any(each) for each in flags]
         return len(kept), len(finite)
@@ -184,37 +251,24 @@ class HeldGradients:
         Returns:
             For each bucket what ``GradientBuffer.gather_`` returns.
         """
-        views: list[list[Tensor | None]] = []
-        for store, buffer in zip(self._stores, buffers, strict=True):
-            store.zero_absent_()
-            mine = [v if there else None for v, there in zip(buffer.views, store.present, strict=True)]
-            for index, grad in store.sparse.items():
-                mine[index] = join(mine[index], grad)
-            views.append(mine)
-            store.present, store.sparse = [False] * len(store.present), {}
-            if store.buffer is not buffer:
-                buffer.flat.copy_(store.buffer.flat)
-                store.clear_(keep_memory=True)
         self._finite, self._presence = [], []
-        return views
+        return [store.gather_(buffer) for store, buffer in zip(self._stores, buffers, strict=True)]
 
     def rescale_(self, factor: Tensor) -> bool:
         """Multiply the sums by ``factor``; return False, undone, if half ones forbid it."""
         self.end_micro_step_()
-        if any(store.buffer.dtype != torch.float32 for store in self._stores):
+        if any(store.dtype != torch.float32 for store in self._stores):
             return False
-        for store in self._stores:
-            for flat in (store.buffer.flat, *(grad._values() for grad in store.sparse.values())):
-                flat.mul_(factor)
+        for flat in (flat for store in self._stores for flat in store.flats()):
+            flat.mul_(factor)
         return True
 
     def zero_(self) -> None:
         """Make the gradients that are there zero; droppable ones are forgotten."""
         if self._droppable:
             self.clear_(keep_memory=True)
-        for store in self._stores:
-            for flat in (store.buffer.flat, *(grad._values() for grad in store.sparse.values())):
-                flat.zero_()
+        for flat in (flat for store in self._stores for flat in store.flats()):
+            flat.zero_()
 
     def clear_(self, *, keep_memory: bool) -> None:
         """Forget all gradients."""

@@ -51,6 +51,15 @@ template <class To, class From> static inline To bits_as(From from) {
     return to;
 }
 
+// One rounding where the processor can, as torch has it.
+template <class T> static inline T fused(T a, T b, T c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    return std::fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 static inline float widened(half value) {
     const uint32_t rest = value.bits & 0x7fffu, shifted = rest << 13;
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(shifted + 0x38800000u) - bits_as<float>(0x38800000u));

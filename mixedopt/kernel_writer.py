@@ -57,9 +57,8 @@ def lines_of(
     """
     apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tuple(examples))  # one tensor would have one name
     with torch.no_grad():
-        # Lerp, addcmul and their kind become what they consist of.
         pure = torch.func.functionalize(function)  # what is written in place inside becomes a new value
-        trace = make_fx(pure, decomposition_table=dict(core_aten_decompositions()))(*apart)
+        trace = make_fx(pure, decomposition_table=decompositions())(*apart)
     trace.graph.eliminate_dead_code()
     writer = Writer(prefix, dialect)
     given = iter(names)
@@ -73,6 +72,12 @@ def lines_of(
         else:
             results = torch.utils._pytree.tree_leaves(node.args)
     return writer.lines, [writer.names[result] for result in results]
+
+
+def decompositions() -> dict[Any, Any]:
+    """Return what operations consist of, but for those that round once in torch: ``lerp`` and ``addcmul``."""
+    whole = torch.ops.aten.lerp, torch.ops.aten.addcmul
+    return {op: made_of for op, made_of in dict(core_aten_decompositions()).items() if op.overloadpacket not in whole}
 
 
 class Writer:
@@ -127,6 +132,11 @@ class Writer:
             return f"{self.names[args[0]]} != {self.names[args[0]]}"
         if name == "pow":
             return self._power(args[0], args[1], dtype)
+        if name == "addcmul":
+            return self._addcmul(args, options.get("value", 1), dtype)
+        if name == "lerp":
+            start, end, weight = (self._as(arg, dtype) for arg in args)
+            return self._lerp(start, end, weight, dtype)
         if name == "sqrt":
             return self.dialect.sqrt[dtype].format(first)
         if name in ("div", "true_divide", "reciprocal"):
@@ -134,6 +144,18 @@ class Writer:
             over, under = (one, first) if name == "reciprocal" else (first, self._as(args[1], dtype))
             return self.dialect.divide[dtype].format(over, under)
         raise NotImplementedError(f"the operation {name} is not known to the writer of kernels")
+
+    def _addcmul(self, args: Sequence[Any], value: Any, dtype: torch.dtype) -> str:
+        to, first, second = (self._as(arg, dtype) for arg in args)
+        scaled = first if value == 1 else f"({self._number(value, dtype)} * {first})"
+        return self.dialect.fma.format(scaled, second, to)
+
+    def _lerp(self, start: str, end: str, weight: str, dtype: torch.dtype) -> str:
+        """Begin at the nearer end, as torch does."""
+        near = f"{self.dialect.arithmetic['abs'].format(weight)} < {self._number(0.5, dtype)}"
+        way, rest = f"({end} - {start})", f"({weight} - {self._number(1, dtype)})"
+        pair = self.dialect.fma.format(weight, way, start), self.dialect.fma.format(rest, way, end)
+        return self.dialect.where.format(near, *pair)
 
     def _clamp(self, text: str, low: Any, high: Any, dtype: torch.dtype) -> str:
         patterns = self.dialect.arithmetic

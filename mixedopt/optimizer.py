@@ -52,8 +52,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         master: kept between steps, ``"fp32"``, or ``"split"``: the weight and a 16-bit remainder, 2 bytes a value
             less. A step rounds masters to such pairs, which is exact for most; in-place edits of weights keep
             remainders; ``inner.param_groups`` shows NaN between steps. See ``named_masters``.
-        gradients: who holds them during backward. ``"autograd"``: ``.grad``, until ``step()``. ``"half"``, ``"fp32"``:
-            a flat buffer of that dtype, to which each is moved when finished; fp32 sums of micro-steps lose nothing.
+        gradients: who holds them during backward. ``"autograd"``: ``.grad``, until ``step()``. ``"half"``: this
+            optimizer, in the parameter's dtype; ``"fp32"``: a flat buffer, so that sums of micro-steps lose nothing.
         tier: how ``step()`` runs: ``"eager"``; ``"fused"``, for fused optimizers of torch; ``"compiled"``, in one
             pass, for those with a ``Rule``. ``"auto"``: eager on a CPU, the fastest that serves on a GPU.
         drop_bad_micro_steps: leave micro-steps with an inf or NaN out of the sum and apply the rest, multiplied by

@@ -168,8 +168,8 @@ class Window:
             raise StepOrderError(STALE)
         return [list(map(_GRAD, bucket.params)) for bucket in self._masters.buckets]
 
-    def plain_stores(self) -> list[tuple[Tensor, list[bool]]] | None:
-        """Return each bucket's sum and which of its slots are there; ``None`` if autograd holds the gradients.
+    def plain_stores(self) -> list[tuple[torch.dtype, list[Tensor | None]]] | None:
+        """Return each bucket's sums, and their dtype; ``None`` if autograd holds the gradients, or some are sparse.
 
         What was written to ``.grad`` by hand joins the sums.
         """

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mixedopt.dialects import TRITON
-from mixedopt.kernel_writer import lines_of
+from mixedopt.kernel_writer import decompositions, lines_of
 from mixedopt.rules import RULES, Rule
 
 LANGUAGE = types.SimpleNamespace(
@@ -22,6 +21,7 @@ LANGUAGE = types.SimpleNamespace(
     full=lambda shape, value, dtype: torch.full(shape, value, dtype=dtype),
     abs=torch.abs,
     div_rn=torch.div,
+    fma=lambda a, b, c: torch.addcmul(c, a, b),
     sqrt_rn=torch.sqrt,
 )
 LIBRARY = types.SimpleNamespace(
@@ -36,7 +36,7 @@ Both = tuple[Callable[..., list[Tensor]], Callable[..., Any]]
 def both(function: Callable[..., Any], *examples: Any) -> Both:
     """Return the written lines of ``function``, and its trace, as functions of arguments like ``examples``.
 
-    In the trace torch's lerp and its kind, which round once, are what they consist of. Both take time to make.
+    Both take time to make.
     """
     names = [f"a{index}" for index, leaf in enumerate(torch.utils._pytree.tree_leaves(examples))]
     lines, results = lines_of(function, examples, names, "x")
@@ -49,7 +49,7 @@ def both(function: Callable[..., Any], *examples: Any) -> Both:
         return [scope[result] for result in results]
 
     apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, examples)
-    return written, make_fx(function, decomposition_table=dict(core_aten_decompositions()))(*apart)
+    return written, make_fx(function, decomposition_table=decompositions())(*apart)
 
 
 def bits_as_views(line: str) -> str:

@@ -28,7 +28,7 @@ def _sgd_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Column
 
 def _sgd(param: Tensor, grad: Tensor, n: Columns) -> Columns:
     decay, rate = n
-    return (param - rate * (grad + decay * param),)
+    return (torch.addcmul(param, torch.addcmul(grad, param, decay), -rate),)
 
 
 def _momentum_hyper(group: Group) -> tuple[float, ...]:
@@ -44,9 +44,9 @@ def _momentum_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[C
 
 def _momentum(param: Tensor, grad: Tensor, n: Columns, buffer: Tensor) -> Columns:
     decay, kept, weight, of_buffer, of_grad, rate = n
-    grad = grad + decay * param
-    buffer = buffer * kept + weight * grad
-    return param - rate * (of_buffer * buffer + of_grad * grad), buffer
+    grad = torch.addcmul(grad, param, decay)
+    buffer = torch.addcmul(buffer * kept, grad, weight)
+    return torch.addcmul(param, torch.addcmul(of_grad * grad, buffer, of_buffer), -rate), buffer
 
 
 MOMENTUM = Rule(
@@ -87,7 +87,7 @@ def _asgd_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Colum
 
 def _asgd(param: Tensor, grad: Tensor, n: Columns, mean: Tensor) -> Columns:
     decay, keep, rate, mu = n
-    param = param * keep - rate * (grad + decay * param)
+    param = torch.addcmul(param * keep, torch.addcmul(grad, param, decay), -rate)
     # From zero, and until t0, the mean is the parameter, to the bit.
     return param, torch.where(mu == 1.0, param, mean + mu * (param - mean))
 

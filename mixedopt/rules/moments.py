@@ -43,7 +43,7 @@ def _moments(
     grad: Tensor, mean: Tensor, square: Tensor, weight: Tensor, beta2: Tensor, weight2: Tensor
 ) -> tuple[Tensor, Tensor]:
     # lerp starts from the nearer end: with a small beta, the mean is the gradient, without the old mean's rounding.
-    return mean.lerp(grad, weight), square * beta2 + weight2 * grad * grad
+    return mean.lerp(grad, weight), torch.addcmul(square * beta2, weight2 * grad, grad)
 
 
 # -- Adam, AdamW ------------------------------------------------------------------------
@@ -51,23 +51,21 @@ def _moments(
 
 def _adam_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Columns, Columns]:
     lr, beta1, beta2, eps, decay, decoupled = hyper
-    rate, inverse_root = lr / correction(beta1, step), 1.0 / correction(beta2, step).sqrt()
-    return (*_decays(lr, decay, decoupled), 1.0 - beta1, beta2, 1.0 - beta2, rate, inverse_root, eps), ()
+    rate, root = lr / correction(beta1, step), correction(beta2, step).sqrt()
+    return (*_decays(lr, decay, decoupled), 1.0 - beta1, beta2, 1.0 - beta2, rate, root, eps), ()
 
 
 def _adam(param: Tensor, grad: Tensor, n: Columns, mean: Tensor, square: Tensor) -> Columns:
-    keep, decay, weight, beta2, weight2, rate, inverse_root, eps = n
-    mean, square = _moments(grad + decay * param, mean, square, weight, beta2, weight2)
-    step = rate * (mean / (square.sqrt() * inverse_root + eps))
-    return param * keep - step, mean, square
+    keep, decay, weight, beta2, weight2, rate, root, eps = n
+    mean, square = _moments(torch.addcmul(grad, param, decay), mean, square, weight, beta2, weight2)
+    return param * keep - rate * mean / (square.sqrt() / root + eps), mean, square
 
 
 def _amsgrad(param: Tensor, grad: Tensor, n: Columns, mean: Tensor, square: Tensor, most: Tensor) -> Columns:
-    keep, decay, weight, beta2, weight2, rate, inverse_root, eps = n
-    mean, square = _moments(grad + decay * param, mean, square, weight, beta2, weight2)
+    keep, decay, weight, beta2, weight2, rate, root, eps = n
+    mean, square = _moments(torch.addcmul(grad, param, decay), mean, square, weight, beta2, weight2)
     most = torch.maximum(most, square)
-    step = rate * (mean / (most.sqrt() * inverse_root + eps))
-    return param * keep - step, mean, square, most
+    return param * keep - rate * mean / (most.sqrt() / root + eps), mean, square, most
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,17 +88,17 @@ def _nadam_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Colu
     product = scalars[0] * mu.float()  # torch, too, rounds it at each step
     so_far = product.double()
     of_grad, of_mean = lr * (1.0 - mu) / (1.0 - so_far), lr * mu_next / (1.0 - so_far * mu_next)
-    inverse_root = 1.0 / correction(beta2, step).sqrt()
     keep, decay = _decays(lr, decay, decoupled)
-    return (keep, decay, 1.0 - beta1, beta2, 1.0 - beta2, of_grad, of_mean, inverse_root, eps), (product,)
+    known = correction(beta2, step)
+    return (keep, decay, 1.0 - beta1, beta2, 1.0 - beta2, of_grad, of_mean, known, eps), (product,)
 
 
 def _nadam(param: Tensor, grad: Tensor, n: Columns, mean: Tensor, square: Tensor) -> Columns:
-    keep, decay, weight, beta2, weight2, of_grad, of_mean, inverse_root, eps = n
-    grad = grad + decay * param
+    keep, decay, weight, beta2, weight2, of_grad, of_mean, known, eps = n
+    grad = torch.addcmul(grad, param, decay)
     mean, square = _moments(grad, mean, square, weight, beta2, weight2)
-    root = square.sqrt() * inverse_root + eps
-    return param * keep - of_grad * (grad / root) - of_mean * (mean / root), mean, square
+    root = (square / known).sqrt() + eps
+    return param * keep - of_grad * grad / root - of_mean * mean / root, mean, square
 
 
 NADAM = Rule(
@@ -134,7 +132,7 @@ def _radam_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Colu
 
 def _radam(param: Tensor, grad: Tensor, n: Columns, mean: Tensor, square: Tensor) -> Columns:
     keep, decay, weight, beta2, weight2, rate, rectified, raw, eps = n
-    mean, square = _moments(grad + decay * param, mean, square, weight, beta2, weight2)
+    mean, square = _moments(torch.addcmul(grad, param, decay), mean, square, weight, beta2, weight2)
     return param * keep - rate * mean * (rectified / (square.sqrt() + eps) + raw), mean, square
 
 
@@ -145,10 +143,10 @@ def _adamax_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Col
 
 def _adamax(param: Tensor, grad: Tensor, n: Columns, mean: Tensor, most: Tensor) -> Columns:
     decay, weight, beta2, eps, rate = n
-    grad = grad + decay * param
+    grad = torch.addcmul(grad, param, decay)
     mean = mean.lerp(grad, weight)
     most = torch.maximum(most * beta2, grad.abs() + eps)
-    return param - rate * (mean / most), mean, most
+    return param - rate * mean / most, mean, most
 
 
 RADAM = Rule(MOMENTS, (), True, _serves, _hyper, _radam_numbers, _radam)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from mixedopt.rules.rule import Group, Rule, plain
@@ -34,9 +35,9 @@ def _adagrad_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Co
 
 def _adagrad(param: Tensor, grad: Tensor, n: Columns, total: Tensor) -> Columns:
     decay, rate, eps = n
-    grad = grad + decay * param
-    total = total + grad * grad
-    return param - rate * (grad / (total.sqrt() + eps)), total
+    grad = torch.addcmul(grad, param, decay)
+    total = torch.addcmul(total, grad, grad)
+    return param - rate * grad / (total.sqrt() + eps), total
 
 
 ADAGRAD = Rule(
@@ -66,40 +67,40 @@ def _rmsprop_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[Co
 
 def _rmsprop(param: Tensor, grad: Tensor, n: Columns, square: Tensor) -> Columns:
     decay, alpha, weight, eps, _, rate = n
-    grad = grad + decay * param
-    square = square * alpha + weight * grad * grad
-    return param - rate * (grad / (square.sqrt() + eps)), square
+    grad = torch.addcmul(grad, param, decay)
+    square = torch.addcmul(square * alpha, weight * grad, grad)
+    return param - rate * grad / (square.sqrt() + eps), square
 
 
 def _rmsprop_momentum(param: Tensor, grad: Tensor, n: Columns, square: Tensor, buffer: Tensor) -> Columns:
     decay, alpha, weight, eps, momentum, rate = n
-    grad = grad + decay * param
-    square = square * alpha + weight * grad * grad
+    grad = torch.addcmul(grad, param, decay)
+    square = torch.addcmul(square * alpha, weight * grad, grad)
     buffer = buffer * momentum + grad / (square.sqrt() + eps)
-    return param - rate * buffer, square, buffer
+    return torch.addcmul(param, buffer, -rate), square, buffer
 
 
 def _centered(grad: Tensor, square: Tensor, mean: Tensor, alpha: Tensor, weight: Tensor) -> Columns:
     """Return the new moments and the root of the variance, which is NaN where it comes out negative, as in torch."""
-    square, mean = square * alpha + weight * grad * grad, mean.lerp(grad, weight)
-    return square, mean, (square - mean * mean).sqrt()
+    square, mean = torch.addcmul(square * alpha, weight * grad, grad), mean.lerp(grad, weight)
+    return square, mean, torch.addcmul(square, -mean, mean).sqrt()
 
 
 def _rmsprop_centered(param: Tensor, grad: Tensor, n: Columns, square: Tensor, mean: Tensor) -> Columns:
     decay, alpha, weight, eps, _, rate = n
-    grad = grad + decay * param
+    grad = torch.addcmul(grad, param, decay)
     square, mean, root = _centered(grad, square, mean, alpha, weight)
-    return param - rate * (grad / (root + eps)), square, mean
+    return param - rate * grad / (root + eps), square, mean
 
 
 def _rmsprop_centered_momentum(
     param: Tensor, grad: Tensor, n: Columns, square: Tensor, buffer: Tensor, mean: Tensor
 ) -> Columns:
     decay, alpha, weight, eps, momentum, rate = n
-    grad = grad + decay * param
+    grad = torch.addcmul(grad, param, decay)
     square, mean, root = _centered(grad, square, mean, alpha, weight)
     buffer = buffer * momentum + grad / (root + eps)
-    return param - rate * buffer, square, buffer, mean
+    return torch.addcmul(param, buffer, -rate), square, buffer, mean
 
 
 def _rmsprop_rule(update: Callable[..., Columns], *more: str) -> Rule:
@@ -132,10 +133,10 @@ def _adadelta_numbers(step: Tensor, hyper: Columns, scalars: Columns) -> tuple[C
 
 def _adadelta(param: Tensor, grad: Tensor, n: Columns, square: Tensor, moved: Tensor) -> Columns:
     decay, rho, weight, eps, rate = n
-    grad = grad + decay * param
-    square = square * rho + weight * grad * grad
+    grad = torch.addcmul(grad, param, decay)
+    square = torch.addcmul(square * rho, weight * grad, grad)
     delta = (moved + eps).sqrt() / (square + eps).sqrt() * grad
-    return param - rate * delta, square, moved * rho + weight * delta * delta
+    return torch.addcmul(param, delta, -rate), square, torch.addcmul(moved * rho, weight * delta, delta)
 
 
 ADADELTA = Rule(
