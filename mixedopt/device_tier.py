@@ -30,6 +30,7 @@ from mixedopt.scaler import HOST
 logger = logging.getLogger("mixedopt")
 
 INFINITE = "inf or NaN in the gradients"
+REPORTS = 64  # steps whose reports are made at once
 
 
 class DeviceTier(EagerTier):
@@ -47,6 +48,7 @@ class DeviceTier(EagerTier):
         super().__init__(*args, **options)
         self.home = self.scaler.device
         self.collector = Collector(self.masters, self.window, self.home, wide=wide, kernels=kernels)
+        self._reports: list[Tensor] = []
         self._heard_skips = self._tries = 0
         self._heard_exhausted = 0.0
         self._largest: Tensor | None = None  # |fp16 weight|, NaN until the device has looked
@@ -104,7 +106,7 @@ class DeviceTier(EagerTier):
                 )
             super().step_()
             return
-        report = torch.empty(4, dtype=torch.float64, device=self.home)
+        report = self._room_for_report(capturing=capturing)
         try:
             self._advance_(collected, report)
         except BaseException:
@@ -117,6 +119,15 @@ class DeviceTier(EagerTier):
         self.finish_(StepReport(_reason=INFINITE, _told=report))
         if not capturing:
             self._hear_()
+
+    def _room_for_report(self, *, capturing: bool) -> Tensor:
+        """Return 4 numbers at home; made for many steps at once, but that a graph's are its own."""
+        if capturing or not self._reports:
+            rooms = list(torch.empty((1 if capturing else REPORTS, 4), dtype=torch.float64, device=self.home).unbind())
+            if capturing:
+                return rooms[0]
+            self._reports = rooms
+        return self._reports.pop()
 
     def _capturing(self) -> bool:
         """True iff a graph is being captured."""

@@ -24,9 +24,9 @@ OWN = 2
 Lines = tuple[list[str], list[str]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What kernels are written for.
+    """What kernels are written for. There is one of each kind, known by its identity: it is looked up in each step.
 
     Attributes:
         rule: how to step.
@@ -53,7 +53,10 @@ class Form:
 def form_of(rule: Rule, inner: torch.optim.Optimizer) -> Form:
     """Return what kernels for this optimizer are written for."""
     group = inner.param_groups[0]
-    return Form(rule, len(rule.hyper(group)), tuple(rule.initial(group)))
+    return _form(rule, len(rule.hyper(group)), tuple(rule.initial(group)))
+
+
+_form = functools.cache(Form)
 
 
 def row_of(form: Form, group: Mapping[str, Any]) -> list[float]:

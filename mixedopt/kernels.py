@@ -32,6 +32,6 @@ def served(device: int) -> bool:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Context in which a CUDA device is the current one. To look is faster than to make it what it is already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

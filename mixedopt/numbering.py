@@ -76,34 +76,46 @@ class AddressTable:
         self._known: list[int] = []
         self._spare: list[Tensor] = []
         self._kept: list[Tensor] = []
-        self.at_home = torch.zeros(numbering.slots, dtype=torch.int64, device=numbering.home)
-        self.parts: list[Tensor] = []
+        self._own = torch.zeros(numbering.slots, dtype=torch.int64, device=numbering.home)
+        self._own_parts = self._parts_of(self._own)
+        self._elsewhere = [i for i, part in enumerate(self._own_parts) if part.device != numbering.home]
+        self.at_home, self.parts = self._own, self._own_parts
         self.aligned = True
 
     def upload_(self, addresses: list[int]) -> None:
         """Bring the addresses of all slots to the devices, unless they are there. Syncs: none."""
         numbering = self._numbering
-        if addresses == self._known and not (
-            numbering.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        ):
+        on_gpu = numbering.home.type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
+        if addresses == self._known and not capturing:
             return
         numbered = array.array("q", bytes(8 * numbering.slots))
         for first, part in numbering.spread(addresses):
             numbered[first : first + len(part)] = array.array("q", part)
         fresh = torch.frombuffer(numbered, dtype=torch.int64)
         self.aligned = not functools.reduce(operator.or_, addresses, 0) & 15
-        if numbering.home.type == "cuda":
-            fresh = self._pinned(fresh)
-        # A new tensor each time: a graph that was captured keeps the one that it has.
-        self.at_home = fresh.to(numbering.home, non_blocking=True, copy=True)
-        pairs = zip(numbering.buckets, numbering.firsts, strict=True)
-        parts = [(bucket, self.at_home[first : first + len(bucket.params)]) for bucket, first in pairs]
-        self.parts = [part.to(bucket.device, non_blocking=True) for bucket, part in parts]
+        if on_gpu:
+            fresh = self._pinned(fresh, capturing=capturing)
+        if capturing:  # a graph keeps tables of its own, which it fills at each replay
+            self.at_home = fresh.to(numbering.home, non_blocking=True, copy=True)
+            self.parts = self._parts_of(self.at_home)
+            self._known = []
+            return
+        self.at_home, self.parts = self._own.copy_(fresh, non_blocking=True), self._own_parts
+        for index in self._elsewhere:
+            first, held = numbering.firsts[index], self.parts[index]
+            held.copy_(self._own[first : first + len(held)], non_blocking=True)
         self._known = addresses
 
-    def _pinned(self, fresh: Tensor) -> Tensor:
+    def _parts_of(self, table: Tensor) -> list[Tensor]:
+        """Return each bucket's part, on its device."""
+        pairs = zip(self._numbering.buckets, self._numbering.firsts, strict=True)
+        parts = [(bucket.device, table[first : first + len(bucket.params)]) for bucket, first in pairs]
+        return [part.to(device, non_blocking=True) for device, part in parts]
+
+    def _pinned(self, fresh: Tensor, *, capturing: bool) -> Tensor:
         """Return ``fresh`` in pinned memory; what a captured graph copies from stays for ever."""
-        if torch.cuda.is_current_stream_capturing():  # no memory can be pinned now
+        if capturing:  # no memory can be pinned now
             if not self._spare:
                 raise RuntimeError(f"one graph holds at most {SPARE} steps of an optimizer. Capture fewer iterations.")
             self._kept.append(self._spare.pop().copy_(fresh))
