@@ -282,7 +282,7 @@ def plot(report: Report, path: Path) -> None:
     rows = max(-(-len(settings) // columns), 1)
     figure = Figure(figsize=(max(7.0, 1.0 + 0.26 * len(models) * (len(names) + 1)) * columns, 3.4 * rows + 0.9))
     figure.set_layout_engine("constrained")
-    panels = figure.subplots(rows, columns, squeeze=False, sharey=True).flatten()
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for panel, setting in zip(panels, settings, strict=False):
         inside = [cell for cell in cells if (cell["compiled"], cell["clip"] or 0.0, cell["dtype"]) == setting]
         draw_panel(panel, setting, inside, models, names)
@@ -308,8 +308,9 @@ def draw_panel(
 ) -> None:
     """Draw one setting."""
     compiled, clip, dtype = setting
-    width = 0.84 / max(len(names), 1)
     found = {(cell["model"], arm["name"]): arm["ratio"] for cell in cells for arm in cell["arms"] if arm["ratio"]}
+    names = [name for name in names if any(there == name for _, there in found)]
+    width = 0.84 / max(len(names), 1)
     for index, name in enumerate(names):
         points = [(place, found[model, name]) for place, model in enumerate(models) if (model, name) in found]
         centres = [place + (index - (len(names) - 1) / 2) * width for place, _ in points]
