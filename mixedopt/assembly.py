@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mixedopt import validate
+from mixedopt.bucket import HALF_DTYPES
 from mixedopt.closures import requires_closure
 from mixedopt.distributed import ddp_of
 from mixedopt.eager import EagerTier
@@ -150,6 +151,7 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
     else:
         validate.warn_if_all_fp32(dtypes.values())
 
+    _widen_(planned)
     roster = Roster(inner, root, names, dtypes, split=options.master == "split")
     tier = choice.make(
         inner,
@@ -168,6 +170,13 @@ def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Opt
         parts.handle.attach(parts)
         roster.refine_(parts.handle.original)
     return parts
+
+
+def _widen_(planned: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Make fp32 what the policy wants in fp32, before a master is made of it; the rest is cast with the model."""
+    for param, dtype in planned.items():
+        if dtype == torch.float32 and param.dtype in HALF_DTYPES:
+            param.grad, param.data = None, param.data.float()
 
 
 def _check(inner: torch.optim.Optimizer, model: nn.Module | None, options: Options) -> None:

@@ -134,6 +134,8 @@ class Collector:
             return None
         dtypes, dtype_of = self._dtypes, self._dtype_of
         if (held := self._window.plain_stores()) is not None:
+            if any(grad is not None for mine in self._window.plain() or () for grad in mine):
+                return None  # sparse ones, which no store has taken
             dtypes, grads = [dtype for dtype, _ in held], [mine for _, mine in held]
             dtype_of = [dtype for dtype, mine in held for _ in mine]
         flat = list(itertools.chain.from_iterable(grads))

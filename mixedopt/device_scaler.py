@@ -90,8 +90,9 @@ class DeviceScaler(LossScaler):
     def _like(self, loss: Tensor) -> Tensor:
         if type(loss) is not Tensor:  # it may be spread over devices
             return super()._like(loss)
-        own = self.signals[0].to(device=loss.device, dtype=loss.dtype, non_blocking=True, copy=True)
+        away = loss.device.type != "cpu"  # the host must not look before the number is there
+        own = self.signals[0].to(device=loss.device, dtype=loss.dtype, non_blocking=away, copy=True)
         return own.view_as(loss) if loss.dim() else own
 
     def _factor(self, loss: Tensor) -> Tensor:
-        return self.signals[0].to(loss.device, non_blocking=True)
+        return self.signals[0].to(loss.device, non_blocking=loss.device.type != "cpu")

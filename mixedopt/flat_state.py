@@ -89,10 +89,11 @@ class FlatState:
                 inner.state[master] = dict(own)
 
     def forget_untouched_(self, inner: torch.optim.Optimizer) -> None:
-        """Drop the entries of slots that have made no step. Syncs: one read."""
-        for master, begun in zip(self.bucket.masters, self.begun.tolist(), strict=True):
-            if not begun:
-                inner.state.pop(master, None)
+        """Drop our entries of slots that have made no step; what others have put there stays. Syncs: one read."""
+        for master, begun, own in zip(self.bucket.masters, self.begun.tolist(), self._entries, strict=True):
+            entry = inner.state.get(master)
+            if not begun and isinstance(entry, dict) and all(entry.get(name) is view for name, view in own.items()):
+                del inner.state[master]
 
 
 def hand_over_(inner: torch.optim.Optimizer, rule: Rule) -> None:

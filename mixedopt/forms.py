@@ -26,7 +26,7 @@ Lines = tuple[list[str], list[str]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What kernels are written for. There is one of each kind, known by its identity: it is looked up in each step.
+    """What kernels are written for; ``form_of`` makes one of each kind, which each step looks up by its identity.
 
     Attributes:
         rule: how to step.

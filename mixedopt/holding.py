@@ -99,9 +99,9 @@ class Kept:
         """Keep a gradient, or add it to the one that is there. Syncs: none."""
         held = self._grads[index]
         if held is None:
-            self._grads[index] = grad if grad.dtype == self.dtype else grad.to(self.dtype)
-        else:
-            held.add_(grad)
+            self._grads[index] = grad.detach().to(self.dtype)
+        else:  # not in place: autograd may have given another parameter the same memory
+            self._grads[index] = (held + grad).to(self.dtype)
 
     def grads(self) -> list[Tensor | None]:
         """Return the sum of each slot, ``None`` where there is none."""

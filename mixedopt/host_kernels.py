@@ -9,12 +9,16 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
+import itertools
+import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") el
 # From the best to what every compiler takes.
 CHOICES = ((NATIVE, "-fopenmp"), ("-fopenmp",), (NATIVE,), ())
 POINTER: Any = Tensor.data_ptr
+logger = logging.getLogger("mixedopt")
 Launch = Callable[[int, Sequence[Tensor]], None]
 
 
@@ -45,24 +50,28 @@ def made(source: str, name: str) -> Callable[[int, int, int], None]:
     Raises:
         RuntimeError: there is no compiler, or it fails.
     """
-    named = os.environ.get("CXX")
-    compiler = shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise RuntimeError(f"no C++ compiler: {named or ', '.join(COMPILERS)} not found")
     said = ""
     with tempfile.TemporaryDirectory(prefix="mixedopt") as folder:
         text, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
         text.write_text(source)
-        for choice in CHOICES:
-            ran = subprocess.run(
-                [compiler, *FLAGS, *choice, "-o", str(library), str(text)], capture_output=True, text=True, check=False
-            )
-            if ran.returncode == 0:
+        for compiler, choice in itertools.product(compilers(), CHOICES):
+            command = [*compiler, *FLAGS, *choice, "-o", str(library), str(text)]
+            ran = subprocess.run(command, capture_output=True, text=True, check=False)
+            if ran.returncode == 0 and library.exists():
+                if "-fopenmp" not in choice:
+                    logger.info("the compiled tier has one thread: %s knows no -fopenmp", shlex.join(compiler))
                 function = getattr(ctypes.CDLL(str(library)), name)
                 function.argtypes, function.restype = [ctypes.c_int64] * 3, None
                 return function  # type: ignore[no-any-return]
-            said = said or ran.stderr.strip()
-    raise RuntimeError(f"{Path(compiler).name}: {said[:200]}")
+            said = said or f"{shlex.join(compiler)}: {ran.stderr.strip() or 'wrote nothing'}"
+    raise RuntimeError(said[:300] or f"no C++ compiler: {', '.join(COMPILERS)} not found, and $CXX names none")
+
+
+def compilers() -> list[list[str]]:
+    """Return the commands of the C++ compilers that there are, that of ``$CXX``, which may have arguments, first."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    first = [named] if named and shutil.which(named[0]) else []
+    return first + [[found] for found in map(shutil.which, COMPILERS) if found]
 
 
 def launch(function: Callable[[int, int, int], None], pieces: int, number: int, tensors: Sequence[Tensor]) -> None:
@@ -124,13 +133,20 @@ def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
     standing, rules = (ZEROS(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
     signals, report = [ZEROS(4) for _ in range(4)], ZEROS(4, dtype=torch.float64)
     evidence, group_of = pieces.new_evidence(), ZEROS(4, dtype=torch.int32)
-    for dtype in dtypes:
+    pairs = list(itertools.product({*dtypes, torch.float32}, dtypes))
+    with ThreadPoolExecutor() as pool:  # a compiler runs on one core
+        jobs: list[Future[Any]] = [pool.submit(measurer, kind) for kind in {kind for kind, _ in pairs}]
+        jobs += [pool.submit(update_launcher, form, None, kind, dtype, False, True) for kind, dtype in pairs]
+        jobs.append(pool.submit(planner, form))
+        for job in jobs:
+            job.result()
+    for kind, dtype in pairs:
         master, *state = (ZEROS(64) for _ in ("param", *rule.state))
         weights = (master,) if dtype == torch.float32 else (master, ZEROS(64, dtype=dtype))
-        grad = ZEROS(64, dtype=dtype)
+        grad = ZEROS(64, dtype=kind)
         addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device="cpu")
-        measure_(addresses, pieces, dtype, evidence, True)
+        measure_(addresses, pieces, kind, evidence, True)
         judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
         launch_plan(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)
-        update = update_launcher(form, None, dtype, dtype, False, True)
+        update = update_launcher(form, None, kind, dtype, False, True)
         update(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))

@@ -98,25 +98,30 @@ class KernelTier(DeviceTier):
         self._note_(collected.there)
         if not self._capturing():
             self.push_()
+        updates = [self._launcher(tables, index, dtype) for index, dtype in enumerate(collected.dtypes)]
         judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
         counts = (self.collector.table.at_home, tables.steps, tables.begun)
         of_slots = (*counts, tables.hyper, tables.group_of, tables.numbers)
         with on_device(self.home):
             self._kernels.launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
-        for index, dtype in enumerate(collected.dtypes):
-            self._update_(tables, index, dtype)
+        for index, update in enumerate(updates):
+            self._update_(tables, index, update)
 
-    def _update_(self, tables: Tables, index: int, grads: torch.dtype) -> None:
+    def _launcher(self, tables: Tables, index: int, grads: torch.dtype) -> Any:
+        """Return what launches the update of a bucket: made, if it must be, before anything is written."""
+        bucket, pieces = tables.states[index].bucket, self.collector.numbering.pieces[index]
+        aligned = self.collector.table.aligned and pieces.aligned
+        split = bucket.flat_remainder is not None
+        return self._kernels.update_launcher(tables.form, bucket.device.index, grads, bucket.dtype, split, aligned)
+
+    def _update_(self, tables: Tables, index: int, launch: Any) -> None:
         """Step one bucket."""
         state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
         bucket, device = state.bucket, pieces.slot.device
-        split = bucket.flat_remainder is not None
         if bucket.flat_remainder is not None:
             own: tuple[Tensor, ...] = (bucket.flat_model, bucket.flat_remainder)
         else:
             own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
-        aligned = table.aligned and pieces.aligned
-        launch = self._kernels.update_launcher(tables.form, device.index, grads, bucket.dtype, split, aligned)
         with on_device(device):
             numbers = tables.parts[index].to(device, non_blocking=True)
             launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
@@ -160,16 +165,20 @@ class KernelTier(DeviceTier):
     def _own_(self) -> Tables:
         """Return the tables, after making sure that the inner state is ours."""
         inner, numbering, tables = self.inner, self.collector.numbering, self._tables
-        known = self._adopted is not None and self._adopted[0] is inner.state and self._adopted[1:] == self._form()
-        if tables is None or not known:
+        if tables is None or not self._is_ours():
+            self.settle_()
             if tables is None or tables.numbering is not numbering or len(tables.hyper) != len(inner.param_groups):
-                self.settle_()
                 tables = self._tables = Tables(self._rule, inner, numbering)
             for state in tables.states:
                 state.adopt_(inner)
             self._there, self._pushed = (), []
             self._note_adopted_()
         return tables
+
+    def _is_ours(self) -> bool:
+        """True iff nobody has put other state in the place of ours."""
+        adopted = self._adopted
+        return adopted is not None and adopted[0] is self.inner.state and adopted[1:] == self._form()
 
     def _note_adopted_(self) -> None:
         self._adopted = (self.inner.state, *self._form())
@@ -189,13 +198,15 @@ class KernelTier(DeviceTier):
     def settle_(self) -> None:
         """Forget the entries that a skipped first step has made. Syncs: one read, once after entries were made."""
         if self._tables is not None and self._untouched:
-            self._untouched = False
+            ours, self._untouched = self._is_ours(), False
             for state in self._tables.states:
                 state.forget_untouched_(self.inner)
             self._there = ()
-            self._note_adopted_()
+            if ours:
+                self._note_adopted_()
 
     def _apply_(self, decision: Decision) -> None:
+        self.settle_()  # the inner optimizer makes its own first state
         hand_over_(self.inner, self._rule)
         super()._apply_(decision)
         self.disown_()  # the inner optimizer may have made state of its own

@@ -8,6 +8,7 @@ and a launch costs microseconds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ LOGIC = {
 }
 
 
+# A trace changes what the whole process sees of torch.
+TRACING = threading.Lock()
+
+
 def lines_of(
     function: Callable[..., Any],
     examples: Sequence[Any],
@@ -56,7 +61,7 @@ def lines_of(
         NotImplementedError: an operation is not element-wise, or not known here.
     """
     apart = torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, tuple(examples))  # one tensor would have one name
-    with torch.no_grad():
+    with TRACING, torch.no_grad():
         pure = torch.func.functionalize(function)  # what is written in place inside becomes a new value
         trace = make_fx(pure, decomposition_table=decompositions())(*apart)
     trace.graph.eliminate_dead_code()

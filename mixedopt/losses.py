@@ -1,4 +1,4 @@
-"""Cross entropy of half logits, in fp32 and without an fp32 copy of them."""
+"""Cross entropy of half logits, in fp32; on a GPU without an fp32 copy of them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     **more: Any,
 ) -> Tensor | None:
-    """Return the fp32 loss of half logits, ``None`` if that cannot be done without a copy.
+    """Return the fp32 loss of half logits, ``None`` for forms that are torch's to cast.
 
-    On a CUDA device kernels of ours read the logits once, and once more in
-    backward, which keeps them and two numbers a row. Elsewhere torch's
-    ``log_softmax`` reads half and writes fp32, and its backward the reverse.
+    On a CUDA device kernels of ours read contiguous logits once, and once more in
+    backward, which keeps them and two numbers a row. Elsewhere it is torch's
+    ``log_softmax`` with an fp32 result, which reads fp16 as it is on CUDA.
 
     Args:
         input: half, ``[C]``, ``[N, C]`` or ``[N, C, ...]``.
@@ -63,7 +63,8 @@ def _fusible(x: Tensor, target: Tensor) -> bool:
     """Return True iff the kernels take these, and nobody watches what torch calls."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in HALF or type(x) is not Tensor:
         return False
-    if x.dim() != 2 or not x.numel() or x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+    # Kernels know the stride: with others each length of a text would be compiled anew.
+    if x.dim() != 2 or not x.numel() or not x.is_contiguous():
         return False
     fits = type(target) is Tensor and target.dtype is torch.int64 and target.is_contiguous()
     if not fits or target.shape != x.shape[:1] or target.get_device() != x.get_device():

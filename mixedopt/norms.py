@@ -5,8 +5,7 @@ weights as they are, rounded once; forward and backward. But no fp32 activation
 is saved, and where Triton serves a CUDA device none is written: one kernel reads
 half and writes half. Elsewhere the casts are there and gone within the call.
 
-The modules differ from torch's in ``forward`` alone. They add no attribute, so a
-module becomes one of them, or torch's again, by its ``__class__``.
+The modules are in ``layers``.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Window:
         return [list(map(_GRAD, bucket.params)) for bucket in self._masters.buckets]
 
     def plain_stores(self) -> list[tuple[torch.dtype, list[Tensor | None]]] | None:
-        """Return each bucket's sums, and their dtype; ``None`` if autograd holds the gradients, or some are sparse.
+        """Return each bucket's sums, and their dtype; ``None`` if autograd holds the gradients, or sums are sparse.
 
         What was written to ``.grad`` by hand joins the sums.
         """

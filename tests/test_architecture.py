@@ -200,6 +200,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "closures": {"bucket", "decision", "eager", "errors", "groups", "loss_scale", "masters", "report"},
     "assembly": {
+        "bucket",
         "closures",
         "distributed",
         "eager",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from strategies import bags
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale, register_rule, tiers
+from mixedopt import DynamicLossScale, MixedPrecisionOptimizer, SharedLossScale, host_kernels, register_rule, tiers
 from mixedopt.compiled import RECOMPILE_LIMIT, compiled, runs_of
 from mixedopt.copies import mapped
 from mixedopt.decision import decide
@@ -534,7 +535,10 @@ def test_a_step_that_fails_counts_nothing(
             raise MemoryError
 
         with monkeypatch.context() as patch:
-            patch.setattr(optimizer._tier, "_compiled" if compiler == "torch.compile" else "_advance_", fails)
+            if compiler == "torch.compile":
+                patch.setattr(optimizer._tier, "_compiled", fails)
+            else:  # a kernel that must be made first, say
+                patch.setattr(optimizer._tier._kernels, "update_launcher", fails)
             with pytest.raises(MemoryError):
                 train(model, optimizer, [9])
         assert_same(before, snapshot(model, optimizer))
@@ -760,3 +764,60 @@ def test_state_that_is_brought_back_counts(device: torch.device, dtype: torch.dt
             train(model, optimizer, [3, 4])
             found.append((masters_of(optimizer), copy.deepcopy(optimizer.inner.state_dict()["state"])))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("name", ["Rprop", "NAdam", "dampening", "ASGD"])
+@pytest.mark.parametrize("way", ["unscaled", "hooked"])
+def test_a_skipped_first_step_leaves_nothing_to_the_steps_after_it(
+    name: str, way: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Nor to the inner optimizer's own step: its first one makes its own state."""
+    found = []
+    for tier in ("eager", "compiled"):
+        model, optimizer = wrapped(device, dtype, MAKES[name], tier=tier)
+        overflow(optimizer)
+        inner = optimizer._roster.inner
+        hook = inner.register_step_post_hook(lambda *args: None) if way == "hooked" else None
+        optimizer.backward(loss_of(model, 0))
+        if way == "unscaled":
+            optimizer.unscale_()
+        optimizer.step()
+        if hook is not None:
+            hook.remove()
+        train(model, optimizer, range(1, 3))
+        found.append(masters_of(optimizer))
+    for key, value in found[0].items():
+        assert torch.allclose(value, found[1][key], rtol=1e-4, atol=1e-6), key
+
+
+def test_state_that_is_loaded_after_a_skipped_first_step_stays(device: torch.device, dtype: torch.dtype) -> None:
+    """Into the inner optimizer itself, too: its counts go on from there."""
+    model, optimizer = wrapped(device, dtype, tier="compiled")
+    train(model, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.inner.state_dict())
+    model, optimizer = wrapped(device, dtype, tier="compiled")
+    overflow(optimizer)
+    optimizer._roster.inner.load_state_dict(saved)
+    assert len(optimizer.inner.state) == len(saved["state"])
+    train(model, optimizer, [3])
+    assert {float(entry["step"]) for entry in optimizer.inner.state.values()} == {4.0}
+
+
+def test_several_threads_may_build_optimizers(device: torch.device) -> None:
+    """A trace changes what the whole process sees of torch, so one waits for the other."""
+    if device.type == "cuda":
+        pytest.skip("threads share a context there")
+    made: list[str] = []
+
+    def build(rate: float) -> None:
+        inner = torch.optim.Adamax([nn.Parameter(torch.ones(8).half())], lr=rate)
+        made.append(MixedPrecisionOptimizer(inner, tier="compiled").tier)
+
+    for cached in (host_kernels.planner, host_kernels.update_launcher):
+        cached.cache_clear()
+    threads = [threading.Thread(target=build, args=(rate,)) for rate in (0.1, 0.2, 0.3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["compiled"] * 3

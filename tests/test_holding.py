@@ -688,3 +688,29 @@ def test_rule_must_be_a_function_and_needs_the_sum_in_fp32(device: torch.device,
             MixedPrecisionOptimizer(inner, model, dtype=dtype, gradients="fp32", drop_bad_micro_steps=wrong)
     assert_same(before, snapshot(model, inner))
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+@pytest.mark.parametrize("tier", ["eager", "compiled"])
+def test_sparse_gradients_are_stepped_too(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """They stay in ``.grad``, and no tier forgets them."""
+    table = nn.Embedding(5, 4, sparse=True, device=device).to(dtype)
+    nn.init.ones_(table.weight)
+    inner = torch.optim.SGD(table.parameters(), lr=1.0)
+    optimizer = MixedPrecisionOptimizer(inner, loss_scale=1.0, gradients="half", tier=tier)
+    optimizer.backward(table(torch.tensor([1, 3], device=device)).float().sum())
+    optimizer.step()
+    assert table.weight[1].tolist() == [0.0] * 4
+    assert table.weight[0].tolist() == [1.0] * 4
+
+
+@every_held
+def test_parameters_whose_gradients_share_memory_sum_apart(
+    gradients: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Autograd gives views of one tensor to both; what is added to one is not added to the other."""
+    one, other = (nn.Parameter(torch.ones(2, 2, device=device, dtype=dtype)) for _ in range(2))
+    optimizer = sgd([one, other], gradients=gradients)
+    for _ in range(2):
+        optimizer.backward((one.view(4) + other.view(4)).float().sum())
+    optimizer.step()
+    assert one.flatten().tolist() == other.flatten().tolist() == [-1.0] * 4

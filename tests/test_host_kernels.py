@@ -173,8 +173,12 @@ def test_the_update_of_a_rule_is_the_rule(name: str, number: int) -> None:
     master, state = drawn(room), [drawn(room).abs() for _ in rule.state]
     model = torch.zeros(room, dtype=torch.float16)
     table = torch.zeros(1, form.width)
-    table[0, : 2 + form.numbers] = torch.cat([torch.tensor([1.0, 0.5]), numbers])
+    first = [1.0, *(0.25 for _ in form.initial)]  # its first step: what is not zero then is 0.25 here
+    table[0, : 2 + form.numbers + len(first)] = torch.cat([torch.tensor([1.0, 0.5]), numbers, torch.tensor(first)])
     expected = [value.clone() for value in (master, *state)]
+    for name, value in zip(rule.state, expected[1:], strict=True):
+        if name in form.initial:
+            value.fill_(0.25)
     with ExactRoots():
         new = update(expected[0][:size], grad * 0.5, tuple(numbers.unbind()), *(each[:size] for each in expected[1:]))
     addresses = torch.tensor([grad.data_ptr()])
@@ -192,11 +196,13 @@ def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
     rule, slots, kinds = form.rule, 4, (Standing, Rules)
     hyper = torch.tensor([[1.0, *rule.hyper(group), *(rule.initial(group)[n] for n in form.initial)]]).double()
     for bad in (False, True):
-        steps, begun = torch.tensor([0.0, 1.0, 5.0, 7.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
+        # A count may be edited: the second slot has begun, though it says 0.
+        steps, begun = torch.tensor([3.0, 0.0, 5.0, 7.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
         scalars = [torch.rand(slots) + 0.5 for _ in rule.scalars]
-        for values, key in zip(scalars, rule.scalars, strict=True):
-            values[0] = rule.initial(group).get(key, 0.0)
         before = [each.clone() for each in (steps, *scalars)]
+        used = [each.clone() for each in before[1:]]
+        for values, key in zip(used, rule.scalars, strict=True):
+            values[0] = rule.initial(group).get(key, values[0])
         addresses, table = torch.tensor([16, 16, 0, 16]), torch.full((slots, form.width), math.nan)
         standing, rules = (torch.zeros(len(kind._fields), dtype=torch.float64) for kind in kinds)
         standing[0] = 8.0
@@ -207,7 +213,7 @@ def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
         of_slots = (addresses, steps, begun, hyper, torch.zeros(slots, dtype=torch.int32), table)
         launch(planner(form), 1, slots, (*judging, *signals, report, *of_slots, *scalars))
         columns = tuple(hyper[0, 1 + i].expand(slots) for i in range(form.hypers))
-        numbers, new = rule.numbers(before[0].double() + 1, columns, tuple(before[1:]))
+        numbers, new = rule.numbers(before[0].double() + 1, columns, tuple(used))
         active = torch.tensor([True, True, False, True]) & (not bad)
         assert torch.equal(table[:, 0] != 0, active)
         assert torch.equal(steps, before[0] + active.float())
@@ -235,12 +241,21 @@ def test_threads_do_not_matter(dtype: torch.dtype) -> None:
     assert_same(*found)
 
 
+def test_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As make takes it; one that does not work is passed over for those that are there."""
+    for command in ("c++ -O1", "false --nothing", "no-such-compiler"):
+        monkeypatch.setenv("CXX", command)
+        host_kernels.made.cache_clear()
+        made(HEAD + function("nothing", "number", {}, []), "nothing")(0, 0, 0)
+
+
 @pytest.mark.parametrize("cxx", ["no-such-compiler", "false"])
 def test_where_kernels_cannot_be_made_torch_compiles(
     cxx: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a compiler that works: the same tier by another way, said at INFO."""
     monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setattr(host_kernels, "COMPILERS", ())
     for cached in (host_kernels.made, host_kernels.measurer, host_kernels.planner, host_kernels.update_launcher):
         cached.cache_clear()
     monkeypatch.setattr("mixedopt.tiers.check_rule", lambda inner, dtypes: covering_rule(inner))

@@ -864,3 +864,33 @@ def test_a_converted_model_compiles_into_one_graph(training: bool, device: torch
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(expected, compiled(batch)["y"])
     assert expected.dtype == torch.float32
+
+
+def test_a_half_model_may_be_given(device: torch.device, dtype: torch.dtype) -> None:
+    """What the policy keeps in fp32 is widened before a master is made of it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(device, dtype)
+    optimizer = MixedPrecisionOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, dtype=dtype, loss_scale=1.0)
+    assert {master.dtype for _, master in optimizer.named_masters()} == {torch.float32}
+    before = model[1].bias.detach().clone()
+    optimizer.backward(model(torch.ones(2, 4, device=device)).square().mean())
+    optimizer.step()
+    assert optimizer.last_step.applied
+    assert differs(before, model[1].bias)
+
+
+def test_a_symbolic_trace_keeps_the_casts(device: torch.device, dtype: torch.dtype) -> None:
+    """Of layers that have them inside."""
+    model = nn.Sequential(nn.Linear(4, 4)).to(device)
+    convert(model, dtype, CastPolicy.none().returning("half"))
+    x = torch.ones(2, 4, device=device)
+    assert torch.equal(model(x), torch.fx.symbolic_trace(model)(x))
+
+
+def test_a_layer_that_was_parametrized_since_is_torchs_again(device: torch.device, dtype: torch.dtype) -> None:
+    """After ``remove()``, and after the parametrization is gone."""
+    model = nn.Sequential(nn.Linear(4, 4)).to(device)
+    handle = convert(model, dtype)
+    nn.utils.parametrizations.weight_norm(model[0])
+    handle.remove()
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert type(model[0]) is nn.Linear

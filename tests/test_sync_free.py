@@ -179,7 +179,8 @@ def test_one_skip_too_many_is_told(tier: str, device: torch.device, dtype: torch
             model.head.bias.grad[0] = float("nan")
             optimizer.step()
 
-    with pytest.raises(LossScaleError, match=r"[34] skips in a row\)\. First bad parameter: 'head.bias'"):
+    told = 3 if device.type == "cpu" else "[34]"
+    with pytest.raises(LossScaleError, match=rf"{told} skips in a row\)\. First bad parameter: 'head.bias'"):
         spoil(4)
     assert_same(before, masters_of(optimizer))
     tell(optimizer)

@@ -458,6 +458,10 @@ WRONG: dict[str, dict[str, Any]] = {
         "update": lambda param, grad, numbers, last: (param.sum(), grad)
     },
     r"update\(\) left zeros": {"update": lambda param, grad, numbers, last: (param, grad / last)},
+    r"update\(\) is not element-wise": {
+        "update": lambda param, grad, numbers, last: (param - grad / (grad.norm() + 1), grad)
+    },
+    r"update\(\) is not element-wise: a": {"update": lambda param, grad, numbers, last: (param, grad.cumsum(0))},
 }
 
 

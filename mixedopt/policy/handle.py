@@ -150,7 +150,7 @@ class PolicyHandle:
         # Those that were taken out of the model since, too.
         for module in {**dict.fromkeys(self.plan.decisions), **dict.fromkeys(self.plan.model.modules())}:
             drop_hooks_(module, scopes.HOOKS)
-            module.__class__ = PLAIN.get(type(module), type(module))
+            give_class_back_(module)
         mastered = {param for owner in self.owners for param in owner.masters.of}
         for owner in self.owners:
             owner.return_to_fp32_()
@@ -260,7 +260,16 @@ def remove_casts_(model: nn.Module) -> None:
     """Take our hooks and classes off a model, or off a copy of a converted one."""
     for module in model.modules():
         drop_hooks_(module, OURS)
-        module.__class__ = PLAIN.get(type(module), type(module))
+        give_class_back_(module)
+
+
+def give_class_back_(module: nn.Module) -> None:
+    """Make a module torch's own again, also one that was parametrized since: that class is made for it alone."""
+    kind = type(module)
+    if kind in PLAIN:
+        module.__class__ = PLAIN[kind]
+    elif nn.utils.parametrize.is_parametrized(module) and kind.__bases__[0] in PLAIN:
+        kind.__bases__ = (PLAIN[kind.__bases__[0]], *kind.__bases__[1:])
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -145,7 +145,24 @@ def _fault_of_update(rule: Rule, numbers: tuple[Tensor, ...]) -> str | None:
         return f"update() returned a shape {odd[0]} for parameters of (3,): must be theirs"
     if bool(found[0].any()) or not all(bool(each.isfinite().all()) for each in found):
         return "update() left zeros, as the padding between parameters is: the parameter must stay 0, the state finite"
+    return _mixes(rule, numbers)
+
+
+def _mixes(rule: Rule, numbers: tuple[Tensor, ...]) -> str | None:
+    """Return what is wrong if a value's step depends on its neighbours: parameters of all shapes lie side by side."""
+    near = torch.tensor([0.5, 2.0, 0.25], dtype=torch.float32, device="cpu")
+    small = [near * (1 + index) for index in range(2 + len(rule.state))]
+    large = [64 * each for each in small]
+    both = rule.update(*_places([torch.cat(pair) for pair in zip(small, large, strict=True)], numbers))
+    alone = zip(*(rule.update(*_places(given, numbers)) for given in (small, large)), strict=True)
+    for together, apart in zip(both, alone, strict=True):
+        if not torch.allclose(together, torch.cat(apart), rtol=1e-3, atol=1e-6, equal_nan=True):
+            return "update() is not element-wise: a value's step depends on others, as in a norm or a mean"
     return None
+
+
+def _places(given: Sequence[Tensor], numbers: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    return given[0], given[1], numbers, *given[2:]
 
 
 def plain(group: Group, *keys: str) -> bool:
