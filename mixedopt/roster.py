@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,9 +59,8 @@ class Roster:
         finds no entry makes a step to get some (torch.distributed.checkpoint).
         """
         held = {param: self.masters.of.get(param, param) for param in self.names}
-        found: dict[Tensor, Any] = {
-            param: self.inner.state[key] for param, key in held.items() if key in self.inner.state
-        }
+        found: dict[Tensor, Any] = defaultdict(dict)  # as torch's: what has no entry has an empty one
+        found.update((param, self.inner.state[key]) for param, key in held.items() if key in self.inner.state)
         if not found:
             found.update((param, {}) for param in self.masters.of)
         return found

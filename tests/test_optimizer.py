@@ -579,3 +579,13 @@ def test_dropping_unscaled_gradients_forgets_that_one_was_bad(
     optimizer.zero_grad(set_to_none=set_to_none)
     train(model, optimizer, [1])
     assert optimizer.last_step.applied
+
+
+def test_what_has_no_state_has_an_empty_entry(device: torch.device, dtype: torch.dtype) -> None:
+    """As in torch: a parameter that has not stepped yet, or is frozen."""
+    params = [vector(device, dtype) for _ in range(2)]
+    optimizer = sgd(params, loss_scale=1.0)
+    force_grads(optimizer, 0.5)
+    params[1].grad = None
+    optimizer.step()
+    assert optimizer.state[params[1]] == {}
