@@ -11,6 +11,8 @@ import torch
 
 log = logging.getLogger("mixedopt")
 
+HALF = frozenset({torch.float16, torch.bfloat16})  # what kernels beside a model read and write
+
 
 @functools.cache
 def served(device: int) -> bool:

@@ -20,7 +20,6 @@ from mixedopt.launching import Launcher, jit, power_of_two, warps_for
 
 COLUMNS = 4096  # that a program works on at once
 SUMMED = 1024  # rows that are added up at once
-REDUCTIONS = ("none", "mean", "sum")
 
 
 @jit
@@ -30,13 +29,12 @@ def row_loss_kernel(
     losses: tl.tensor,
     stats: tl.tensor,
     SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     IGNORE: tl.constexpr,
 ) -> None:
     """Write the loss of one row, its largest logit, and the logarithm of the sum of exp(logit - largest)."""
     row = tl.program_id(0)
-    own = x + row.to(tl.int64) * STRIDE
+    own = x + row.to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -95,7 +93,6 @@ def row_slope_kernel(
     counted: tl.tensor,
     dx: tl.tensor,
     SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     IGNORE: tl.constexpr,
     NONE: tl.constexpr,
@@ -103,7 +100,7 @@ def row_slope_kernel(
 ) -> None:
     """Write the gradient of one row of logits: (softmax - one-hot) times that of the row's loss."""
     row = tl.program_id(0)
-    own = x + row.to(tl.int64) * STRIDE
+    own = x + row.to(tl.int64) * SIZE
     out = dx + row.to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     label = tl.load(target + row)
@@ -127,13 +124,13 @@ def row_slope_kernel(
 
 @functools.cache
 def launchers(
-    device: int, dtype: torch.dtype, size: int, stride: int, ignored: int, reduction: str
+    device: int, dtype: torch.dtype, size: int, ignored: int, reduction: str
 ) -> tuple[Launcher, Launcher, Launcher]:
     """Return the launchers of the three kernels; one for each ``dtype``, as they keep what they compiled."""
     del dtype
     block = min(power_of_two(size), COLUMNS)
     none, mean = reduction == "none", reduction == "mean"
-    rows = size, stride, block, ignored
+    rows = size, block, ignored
     return (
         Launcher(row_loss_kernel, device, rows, warps_for(block, 16)),
         Launcher(reduce_kernel, device, (size, SUMMED, ignored, mean), 4),
@@ -145,16 +142,16 @@ def loss_forward(x: Tensor, target: Tensor, ignored: int, reduction: str) -> tup
     """Return the loss, and what backward needs: the stats of every row, and how many rows count.
 
     Args:
-        x: half logits, ``[N, C]``, each row contiguous.
+        x: half logits, ``[N, C]``, contiguous.
         target: int64, ``[N]``, contiguous.
         ignored: rows of this class do not count.
-        reduction: one of ``REDUCTIONS``.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
 
     Returns:
         fp32, ``[N]`` or 0-d; fp32, ``[N, 2]``; fp32, 0-d. No sync.
     """
     rows, size = x.shape
-    loss, reduce, _ = launchers(x.get_device(), x.dtype, size, x.stride(0), ignored, reduction)
+    loss, reduce, _ = launchers(x.get_device(), x.dtype, size, ignored, reduction)
     empty = functools.partial(torch.empty, dtype=torch.float32, device=x.device)
     losses, stats, result, counted = empty(rows), empty((rows, 2)), empty(()), empty(())
     loss(rows, (x, target, losses, stats))
@@ -179,7 +176,7 @@ def loss_backward(
     Syncs: none.
     """
     rows, size = x.shape
-    launch = launchers(x.get_device(), x.dtype, size, x.stride(0), ignored, reduction)[2]
+    launch = launchers(x.get_device(), x.dtype, size, ignored, reduction)[2]
     dx = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     launch(rows, (slope.contiguous(), x, target, stats, counted, dx))
     return dx

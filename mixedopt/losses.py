@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mixedopt.kernels import on_device, served
+from mixedopt.kernels import HALF, on_device, served
 
-HALF = frozenset({torch.float16, torch.bfloat16})
+REDUCTIONS = ("none", "mean", "sum")
 
 
 def cross_entropy(
@@ -48,7 +48,7 @@ def cross_entropy(
     plain = size_average is None and reduce is None and label_smoothing == 0.0 and not more
     if not plain or target.is_floating_point():
         return None
-    if weight is None and reduction in ("none", "mean", "sum") and _fusible(input, target):
+    if weight is None and reduction in REDUCTIONS and _fusible(input, target):
         return _CrossEntropy.apply(input, target, int(ignore_index), reduction)  # type: ignore[no-any-return, no-untyped-call]
     return _plain(input, target, ignore_index, reduction, weight)
 
@@ -63,7 +63,6 @@ def _fusible(x: Tensor, target: Tensor) -> bool:
     """Return True iff the kernels take these, and nobody watches what torch calls."""
     if torch.compiler.is_compiling() or not x.is_cuda or x.dtype not in HALF or type(x) is not Tensor:
         return False
-    # Kernels know the stride: with others each length of a text would be compiled anew.
     if x.dim() != 2 or not x.numel() or not x.is_contiguous():
         return False
     fits = type(target) is Tensor and target.dtype is torch.int64 and target.is_contiguous()

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from mixedopt.kernels import served
+from mixedopt.kernels import HALF, served
 
-HALF = frozenset({torch.float16, torch.bfloat16})
 # What a kernel can be given a pointer to. A subclass (DTensor, FakeTensor) may stand for other values than it holds.
 PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
 MAX_SIZE = 16384  # values of a row, or channels of a group, that one program keeps in registers
@@ -206,7 +205,7 @@ def _all_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 def _launch(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the result of the kernels, and what backward needs beside the arguments; on the device of x."""
     device = x.get_device()
-    if device == torch._C._cuda_getDevice():
+    if device == torch._C._cuda_getDevice():  # as ``on_device``, but for the context: norms are many
         return norm.fused(_kernels(device), x, weight, bias)
     with torch.cuda.device(device):
         return norm.fused(_kernels(device), x, weight, bias)
