@@ -99,28 +99,28 @@ class MixedLinear(nn.Linear):
         return F.linear(_like(input, weight), weight, self.bias)
 
 
+def _convolve(self: Any, input: Tensor) -> Tensor:
+    """Return the convolution."""
+    result: Tensor = self._conv_forward(_like(input, self.weight), self.weight, self.bias)
+    return result
+
+
 class MixedConv1d(nn.Conv1d):
     """Convolution whose input becomes the dtype of its weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution."""
-        return super().forward(_like(input, self.weight))
+    forward = _convolve
 
 
 class MixedConv2d(nn.Conv2d):
     """Convolution whose input becomes the dtype of its weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution."""
-        return super().forward(_like(input, self.weight))
+    forward = _convolve
 
 
 class MixedConv3d(nn.Conv3d):
     """Convolution whose input becomes the dtype of its weight."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the convolution."""
-        return super().forward(_like(input, self.weight))
+    forward = _convolve
 
 
 # Their own weights stay fp32, and half activations pass: class -> half format -> class.
