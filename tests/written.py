@@ -73,8 +73,8 @@ def same(found: Sequence[Tensor], expected: Any) -> bool:
 EVERY_RULE = sorted({(kind.__name__, number) for kind, rules in RULES.items() for number in range(len(rules))})
 
 
-def rule_of(name: str, number: int) -> tuple[Rule, int]:
-    """Return a rule and how many hyperparameters it has."""
+def rule_of(name: str, number: int) -> tuple[Rule, dict[str, Any]]:
+    """Return a rule, and a group of parameters that it serves."""
     kind = next(kind for kind in RULES if kind.__name__ == name)
     rule = RULES[kind][number]
     params = [torch.nn.Parameter(torch.ones(1))]
@@ -84,14 +84,15 @@ def rule_of(name: str, number: int) -> tuple[Rule, int]:
         except TypeError:
             continue
         if rule.serves(group):
-            return rule, len(rule.hyper(group))
+            return rule, group
     raise AssertionError(f"no options for rule {number} of {name}")
 
 
 @functools.cache
 def of_rule(name: str, number: int) -> tuple[Rule, int, Both, Both]:
     """Return a rule, how many hyperparameters it has, and both forms of its numbers and of its update."""
-    rule, hypers = rule_of(name, number)
+    rule, group = rule_of(name, number)
+    hypers = len(rule.hyper(group))
     line = torch.ones(4, dtype=torch.float64)
     numbers = line, tuple(line.clone() for _ in range(hypers)), tuple(torch.ones(4) for _ in rule.scalars)
     count = len(rule.numbers(*numbers)[0])
