@@ -339,6 +339,21 @@ class TwoDevices(nn.Module):
         return self.last(self.norm(self.first(x)).to("cuda:1"))
 
 
+@pytest.mark.parametrize("tier", FREE)
+def test_a_loss_on_the_host_begins_with_the_scale(tier: str, dtype: torch.dtype) -> None:
+    """Not with what its memory held before the device, which is behind, has written S there."""
+    model = small()
+    inner = torch.optim.AdamW(model.parameters(), **ADAMW)
+    optimizer = MixedPrecisionOptimizer(inner, model, dtype=dtype, tier=tier, loss_scale=2.0**7)
+    x, y = batch(0)
+    loss = nn.functional.cross_entropy(model(x), y).cpu()
+    expected = torch.autograd.grad(loss * 2.0**7, list(model.parameters()), retain_graph=True)
+    torch.cuda._sleep(10**8)
+    optimizer.backward(loss)
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(param.grad, grad)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("tier", ["eager", *FREE])
 def test_a_model_on_two_devices(tier: str, dtype: torch.dtype) -> None:
