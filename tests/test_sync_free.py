@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 import shutil
 from typing import Any
 
@@ -204,7 +205,8 @@ def test_skips_are_logged(
         optimizer.step()
     lines = [record.getMessage() for record in caplog.records if "skipped:" in record.getMessage()]
     assert len(lines) == 1
-    assert "step skipped: inf or NaN in the gradients; loss_scale -> 64 (1 in a row, 1 skipped" in lines[0]
+    # What stands at the hearing: the step after the skip may have run by then.
+    assert re.search(r"step skipped: inf or NaN in the gradients; loss_scale -> 64 \([01] in a row, 1 skipped", lines[0])
 
 
 def test_an_exact_resume(tier: str, device: torch.device, dtype: torch.dtype) -> None:
