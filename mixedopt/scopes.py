@@ -5,17 +5,25 @@ first forward of each kind (training or not, with gradients or not, which
 arguments) watches every module; afterwards hooks remain only on those whose
 code called a function that a rule changes, or names one that the policy lists,
 and on the modules that these call, to lift the mode there.
+
+The root itself becomes a class whose ``forward`` does this, since a compiler
+traces a forward and not the hooks around the outermost one: a mode that such a
+hook put in force would be in force while the compiled code runs.
 """
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import logging
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
 from mixedopt.casting import drop_hooks_, runs_already
@@ -116,13 +124,29 @@ class FunctionScopes:
         self._named = {
             name for name, module in model.named_modules() if name in self._modes and mentions(module, names)
         }
-        self._codes: dict[str, OwnCode] = {}
+        self._codes = {"": OwnCode(self._modes[""])}
         self._known: set[tuple[Any, ...]] = set()
         self._learning: tuple[Any, ...] | None = None
         self._warned = False
 
-    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward of the root: watch everything if it is of a new kind."""
+    def run(self, model: nn.Module, kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of the root, a ``kind``, in its mode."""
+        if torch.compiler.is_compiling():  # nothing costs anything there, so nothing is learnt
+            with self._modes[""]:
+                return kind.forward(model, *args, **kwargs)
+        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):  # of a symbolic trace: no values
+            return kind.forward(model, *args, **kwargs)
+        self._begin(model, args, kwargs)
+        self._codes[""].enter()
+        try:
+            output = kind.forward(model, *args, **kwargs)
+        finally:
+            self._codes[""].leave()
+        self._end(model, output)
+        return output
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Watch everything if this forward is of a new kind."""
         given = tuple([_given(value) for value in args]), _given(kwargs)
         kind = (model.training, torch.is_grad_enabled(), given)
         if self._left_over() and not runs_already(model):
@@ -132,8 +156,8 @@ class FunctionScopes:
             for name, mode in self._modes.items():
                 self.watch(model, name, mode)
 
-    def end(self, model: nn.Module, output: Any) -> None:
-        """After a forward of the root: keep the hooks that are needed."""
+    def _end(self, model: nn.Module, output: Any) -> None:
+        """Keep the hooks that are needed."""
         if self._learning is not None:
             self._known.add(self._learning)
             self._settle(model)
@@ -194,38 +218,69 @@ class FunctionScopes:
         )
 
 
-class Begin:
-    """Forward pre-hook of the root."""
-
-    def __init__(self, scopes: FunctionScopes) -> None:
-        self.scopes = scopes
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the scopes."""
-        if not torch.compiler.is_compiling():
-            self.scopes.begin(module, args, kwargs)
+HOOKS = (Enter, Leave)
 
 
-class End:
-    """Forward hook of the root."""
+class Scoped(nn.Module):
+    """What the class of a converted root is, beside its own."""
 
-    def __init__(self, scopes: FunctionScopes) -> None:
-        self.scopes = scopes
+    _mixedopt_scopes: FunctionScopes | None = None  # none in a model that such a class has made since
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Tell the scopes."""
-        if not torch.compiler.is_compiling():
-            self.scopes.end(module, output)
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Do nothing: what the user's class does for each subclass is not meant for these."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the class that the root had."""
+        made: Any = super().__reduce_ex__(protocol)
+        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return made
+        kind, *args = made[1]
+        return _anew, (kind_of(kind), *args), *made[2:]
 
 
-HOOKS = (Begin, End, Enter, Leave)
+def scoped(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a root becomes: a ``kind``, of its name, whose ``forward`` is run by its scopes."""
+    if (known := next((each for each in type.__subclasses__(kind) if Scoped in each.__bases__), None)) is not None:
+        return known
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._mixedopt_scopes is None:
+            return kind.forward(self, *args, **kwargs)
+        return self._mixedopt_scopes.run(self, kind, args, kwargs)
+
+    about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return types.new_class(kind.__name__, (Scoped, kind), {}, lambda body: body.update(about, forward=forward))
+
+
+def kind_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a root had."""
+    return kind.__bases__[1] if Scoped in kind.__bases__ else kind
+
+
+def _anew(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """Return an empty root."""
+    kind = scoped(kind)
+    made: nn.Module = kind.__new__(kind, *args)
+    return made
 
 
 def install(model: nn.Module, scopes: FunctionScopes) -> None:
-    """Put scopes on their model; ``drop_hooks_(module, HOOKS)`` takes them off each module."""
-    model.register_forward_pre_hook(Begin(scopes), with_kwargs=True)  # in this order
-    model.register_forward_hook(End(scopes))
+    """Put scopes on their model; ``uninstall`` takes them off, ``drop_hooks_(module, HOOKS)`` those of each module."""
+    model.__class__ = scoped(type(model))
+    model._mixedopt_scopes = scopes  # type: ignore[assignment]
     scopes.watch_all(model)
+
+
+def uninstall(model: nn.Module) -> None:
+    """Give a root its class back, also one that was parametrized since, whose class is made for it alone."""
+    kind = type(model)
+    if Scoped in kind.__mro__:
+        vars(model).pop("_mixedopt_scopes", None)
+        if Scoped in kind.__bases__:
+            model.__class__ = kind_of(kind)
+        else:
+            kind.__bases__ = tuple(kind_of(base) for base in kind.__bases__)
 
 
 def pop_ours() -> FunctionCasts | None:

@@ -19,9 +19,9 @@ def test_the_master_model_is_the_fp32_model_over_the_masters(device: torch.devic
     bare = two_group_model(device)
     for param in bare.frozen.parameters():
         param.data = param.data.to(dtype).float()  # frozen ones have no master
-    model, optimizer = wrapped(device, dtype)
+    _, optimizer = wrapped(device, dtype)
     twin = optimizer.master_model()
-    assert type(twin) is type(model)
+    assert type(twin) is type(bare)
     assert_same(bare.state_dict(), {name: value.clone() for name, value in twin.state_dict().items()})
     assert twin.head.weight is twin.embedding.weight
     masters = dict(optimizer.named_masters())

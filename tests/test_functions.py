@@ -9,7 +9,8 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from inspect import signature
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +29,17 @@ from mixedopt.scopes import HOOKS
 ONE_ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 # Attention rounds its probabilities to half before it multiplies, and the result once more.
 ATTENTION = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+class Scale(nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
 
 class Calls(nn.Module):
@@ -51,11 +63,12 @@ def _no_mode_is_left() -> Iterator[None]:
 
 
 def modes(model: nn.Module) -> set[str]:
-    """Return which modules have hooks that put function rules in force."""
+    """Return which modules have hooks that put function rules in force; the root has its scopes."""
     return {
         name
         for name, module in model.named_modules()
-        if any(isinstance(h, HOOKS) for h in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
+        if "_mixedopt_scopes" in vars(module)
+        or any(isinstance(h, HOOKS) for h in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
     }
 
 
@@ -688,6 +701,74 @@ def test_a_compiled_model_has_its_rules(device: torch.device, dtype: torch.dtype
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_no_mode_is_in_force_while_compiled_code_runs(device: torch.device, dtype: torch.dtype) -> None:
+    """A compiler has traced what it does: at each call of the compiled code it would cost and change nothing."""
+    model, x, labels = stack(device, dtype)
+    seen: list[list[Any]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            seen.append(_get_current_function_mode_stack())
+            return graph(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    expected = copy.deepcopy(model)(x, labels)
+    assert all(torch.equal(expected, compiled(x, labels)) for _ in range(2))
+    assert len(seen) >= 2
+    assert not any(seen)
+
+
+class Registered(nn.Module):
+    """A class that does something for each of its subclasses, with arguments of its own."""
+
+    known: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        cls.known.append(cls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Return probabilities."""
+        return (self.layer(x) / temperature).softmax(-1)
+
+
+def test_the_class_of_a_root_differs_in_its_forward_alone(device: torch.device, dtype: torch.dtype) -> None:
+    """Same name, same signature, and no event for the user's class; ``remove()`` gives it back."""
+    model = seeded(Registered, device)
+    twin = copy.deepcopy(model)
+    handles = [convert(each, dtype, SOFT) for each in (model, twin)]
+    assert type(model) is type(twin)
+    assert isinstance(model, Registered)
+    assert Registered.known == []
+    for about in (lambda k: k.__name__, lambda k: k.__module__, lambda k: k.__doc__, lambda k: signature(k.forward)):
+        assert about(type(model)) == about(Registered)
+    fresh = type(model)().to(device)  # without any rule
+    assert fresh(torch.ones(2, 4, device=device, dtype=torch.float32)).shape == (2, 4)
+    assert set(vars(fresh)) == set(vars(Registered()))
+    for handle in handles:
+        handle.remove()
+    assert type(model) is type(twin) is Registered
+    assert not any("mixedopt" in name for name in vars(model))
+
+
+def test_a_root_that_was_parametrized_since_gets_its_class_back(device: torch.device, dtype: torch.dtype) -> None:
+    """The class that torch makes of it for that is then one of the user's again."""
+    model = seeded(Scale, device)
+    handle = convert(model, dtype)
+    nn.utils.parametrize.register_parametrization(model, "scale", nn.Softplus())
+    handle.remove()
+    assert not any("mixedopt" in kind.__module__ for kind in type(model).__mro__)
+    nn.utils.parametrize.remove_parametrizations(model, "scale")
+    assert type(model) is Scale
+
+
 @pytest.mark.parametrize("when", ["first", "later"])
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_leaves_no_mode_behind(
@@ -874,8 +955,6 @@ def test_code_that_takes_another_way_later_is_watched_again(device: torch.device
     for late["loss"] in (False, False, True, True):
         out = model(x)
     assert handle.active
-    root = [hook for hook in model._forward_hooks.values() if type(hook).__name__ == "End"]
-    assert len(root) == 1
     assert out.item() == F.mse_loss(model.seen.float(), torch.zeros(5, 8, device=device)).to(dtype).item()
 
 

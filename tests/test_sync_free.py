@@ -206,7 +206,8 @@ def test_skips_are_logged(
     lines = [record.getMessage() for record in caplog.records if "skipped:" in record.getMessage()]
     assert len(lines) == 1
     # What stands at the hearing: the step after the skip may have run by then.
-    assert re.search(r"step skipped: inf or NaN in the gradients; loss_scale -> 64 \([01] in a row, 1 skipped", lines[0])
+    told = r"step skipped: inf or NaN in the gradients; loss_scale -> 64 \([01] in a row, 1 skipped"
+    assert re.search(told, lines[0])
 
 
 def test_an_exact_resume(tier: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -202,9 +202,12 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _set_hooks_aside(modules: list[nn.Module]) -> None:
-    """Let copies of the hooks run: those of a conversion learn from every forward."""
+    """Let copies of what a conversion has put there run, which learns from every forward."""
     memo: dict[int, Any] = {}
     for module in modules:
+        for name, value in list(vars(module).items()):
+            if type(value).__module__.startswith("mixedopt."):
+                vars(module)[name] = copy.deepcopy(value, memo)
         for key in HOOKS:
             table = copy.copy(vars(module)[key])
             for hook_id, hook in table.items():

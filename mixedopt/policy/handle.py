@@ -265,6 +265,7 @@ def remove_casts_(model: nn.Module) -> None:
 
 def give_class_back_(module: nn.Module) -> None:
     """Make a module torch's own again, also one that was parametrized since: that class is made for it alone."""
+    scopes.uninstall(module)
     kind = type(module)
     if kind in PLAIN:
         module.__class__ = PLAIN[kind]
