@@ -2,13 +2,14 @@
 
 A mode costs about 1.5 us per torch call, so it must not run everywhere. The
 first forward of each kind (training or not, with gradients or not, which
-arguments) watches every module; afterwards hooks remain only on those whose
-code called a function that a rule changes, or names one that the policy lists,
-and on the modules that these call, to lift the mode there.
+arguments) watches every module; afterwards only those stay watched whose code
+called a function that a rule changes, or names one that the policy lists, and
+the modules that these call, to lift the mode there.
 
-The root itself becomes a class whose ``forward`` does this, since a compiler
-traces a forward and not the hooks around the outermost one: a mode that such a
-hook put in force would be in force while the compiled code runs.
+A watched module is of a class whose ``forward`` does that. Hooks would do it
+too, but they cost more than the code of a small module, none is called after a
+KeyboardInterrupt, and a compiler traces a forward and not the hooks around the
+outermost one: compiled code would then run under the mode.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import logging
-import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -24,73 +24,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
-from mixedopt.casting import drop_hooks_, runs_already
 from mixedopt.functions import FunctionCasts, mentions
 
 log = logging.getLogger("mixedopt")
 
 
 class OwnCode:
-    """Puts a mode in force around the code of one module, or lifts that of its caller.
+    """Runs the forward of one module in a mode, and not in that of its caller.
 
     Args:
-        mode: ``None`` lifts only.
+        mode: ``None`` lifts that of the caller only.
     """
 
     def __init__(self, mode: FunctionCasts | None) -> None:
         self.mode = mode
-        self._lifted: dict[int, list[FunctionCasts | None]] = {}
 
-    def enter(self) -> None:
-        """Lift the caller's mode, put ours in force."""
+    def run(self, module: nn.Module, kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the forward of ``kind`` returns."""
+        mode = self.mode
         if torch.compiler.is_compiling():  # nothing costs anything there, so nothing is lifted
-            if self.mode is not None:
-                self.mode.__enter__()  # type: ignore[no-untyped-call]
-            return
-        self._lifted.setdefault(threading.get_ident(), []).append(pop_ours())
-        if self.mode is not None:
-            _push_mode(self.mode)  # type: ignore[no-untyped-call]
-
-    def leave(self) -> None:
-        """Undo ``enter``."""
-        if torch.compiler.is_compiling():
-            if self.mode is not None:
-                self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            return
-        lifted = self._lifted.get(threading.get_ident())
-        if not lifted:  # a hook before ours raised
-            return
-        pop_ours()
-        outer = lifted.pop()
-        if outer is not None:
-            _push_mode(outer)  # type: ignore[no-untyped-call]
-
-    def __reduce__(self) -> tuple[type[OwnCode], tuple[FunctionCasts | None]]:
-        return OwnCode, (self.mode,)
-
-
-class Enter:
-    """Forward pre-hook of a module with an ``OwnCode``."""
-
-    def __init__(self, code: OwnCode) -> None:
-        self.code = code
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Put the mode in force."""
-        self.code.enter()
-
-
-class Leave:
-    """Forward hook of a module with an ``OwnCode``, called after exceptions too."""
-
-    def __init__(self, code: OwnCode) -> None:
-        self.code = code
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Take the mode away."""
-        self.code.leave()
+            if mode is None:
+                return kind.forward(module, *args, **kwargs)
+            with mode:
+                return kind.forward(module, *args, **kwargs)
+        outer = _pop_ours()
+        if mode is not None:
+            torch._C._push_on_torch_function_stack(mode)
+        try:
+            return kind.forward(module, *args, **kwargs)
+        finally:
+            if mode is not None:
+                _pop_ours()
+            if outer is not None:
+                torch._C._push_on_torch_function_stack(outer)
 
 
 class FunctionScopes:
@@ -130,18 +97,13 @@ class FunctionScopes:
         self._warned = False
 
     def run(self, model: nn.Module, kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward of the root, a ``kind``, in its mode."""
-        if torch.compiler.is_compiling():  # nothing costs anything there, so nothing is learnt
-            with self._modes[""]:
-                return kind.forward(model, *args, **kwargs)
-        if any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):  # of a symbolic trace: no values
-            return kind.forward(model, *args, **kwargs)
+        """Return what the forward of ``kind``, that of the root, returns, and learn from it."""
+        own = self._codes[""]
+        # Nothing can be learnt where a compiler or a symbolic trace looks at the code without values.
+        if torch.compiler.is_compiling() or any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
+            return own.run(model, kind, args, kwargs)
         self._begin(model, args, kwargs)
-        self._codes[""].enter()
-        try:
-            output = kind.forward(model, *args, **kwargs)
-        finally:
-            self._codes[""].leave()
+        output = own.run(model, kind, args, kwargs)
         self._end(model, output)
         return output
 
@@ -149,15 +111,13 @@ class FunctionScopes:
         """Watch everything if this forward is of a new kind."""
         given = tuple([_given(value) for value in args]), _given(kwargs)
         kind = (model.training, torch.is_grad_enabled(), given)
-        if self._left_over() and not runs_already(model):
-            self.clear()
         self._learning = None if kind in self._known else kind
         if self._learning is not None:
             for name, mode in self._modes.items():
                 self.watch(model, name, mode)
 
     def _end(self, model: nn.Module, output: Any) -> None:
-        """Keep the hooks that are needed."""
+        """Keep those watched that need it."""
         if self._learning is not None:
             self._known.add(self._learning)
             self._settle(model)
@@ -165,15 +125,6 @@ class FunctionScopes:
                 self._warn()
         elif not self._warned and _half_loss(output, self._dtype):
             self._known.clear()  # the code took a way that was not seen before
-
-    def clear(self) -> None:
-        """Take away what a KeyboardInterrupt left in force: torch calls no hook for it."""
-        while self._left_over():
-            _pop_mode()  # type: ignore[no-untyped-call]
-
-    def _left_over(self) -> bool:
-        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        return isinstance(top, FunctionCasts) and any(top is mode for mode in self._modes.values())
 
     def watch(self, model: nn.Module, name: str, mode: FunctionCasts | None) -> None:
         """Put a mode in force in one module, or lift that of its callers."""
@@ -183,9 +134,8 @@ class FunctionScopes:
         module = _submodule(model, name)
         if module is None:
             return
-        code = self._codes[name] = OwnCode(mode)
-        module.register_forward_pre_hook(Enter(code))
-        module.register_forward_hook(Leave(code), always_call=True)
+        self._codes[name] = OwnCode(mode)
+        _put_(module, self._codes[name])
 
     def watch_all(self, model: nn.Module) -> None:
         """Put the modes in force everywhere, for a compiler, which runs no ``begin``."""
@@ -205,7 +155,7 @@ class FunctionScopes:
             else:
                 del self._codes[name]
                 if (module := _submodule(model, name)) is not None:
-                    drop_hooks_(module, (Enter, Leave))
+                    take_off_(module)
         for name in lifting:
             self.watch(model, name, None)
 
@@ -218,19 +168,16 @@ class FunctionScopes:
         )
 
 
-HOOKS = (Enter, Leave)
-
-
 class Scoped(nn.Module):
-    """What the class of a converted root is, beside its own."""
+    """What the class of a watched module is, beside its own."""
 
-    _mixedopt_scopes: FunctionScopes | None = None  # none in a model that such a class has made since
+    _mixedopt_code: OwnCode | FunctionScopes | None = None  # none in a module that such a class has made since
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Do nothing: what the user's class does for each subclass is not meant for these."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the class that the root had."""
+        """Pickle by the class that the module had."""
         made: Any = super().__reduce_ex__(protocol)
         if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
@@ -239,57 +186,62 @@ class Scoped(nn.Module):
 
 
 def scoped(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a root becomes: a ``kind``, of its name, whose ``forward`` is run by its scopes."""
+    """Return the class that a watched module becomes: a ``kind``, of its name; its code runs the forward."""
     if (known := next((each for each in type.__subclasses__(kind) if Scoped in each.__bases__), None)) is not None:
         return known
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._mixedopt_scopes is None:
-            return kind.forward(self, *args, **kwargs)
-        return self._mixedopt_scopes.run(self, kind, args, kwargs)
+        code = self._mixedopt_code
+        return kind.forward(self, *args, **kwargs) if code is None else code.run(self, kind, args, kwargs)
 
     about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return types.new_class(kind.__name__, (Scoped, kind), {}, lambda body: body.update(about, forward=forward))
 
 
 def kind_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a root had."""
+    """Return the class that a watched module had."""
     return kind.__bases__[1] if Scoped in kind.__bases__ else kind
 
 
+def install(model: nn.Module, scopes: FunctionScopes) -> None:
+    """Put scopes on their model; ``take_off_`` takes them off, of each module."""
+    _put_(model, scopes)
+    scopes.watch_all(model)
+
+
+def take_off_(module: nn.Module) -> None:
+    """Give a module its class back, also one that was parametrized since, whose class is made for it alone."""
+    kind = type(module)
+    if Scoped in kind.__mro__:
+        vars(module).pop("_mixedopt_code", None)
+        if Scoped in kind.__bases__:
+            module.__class__ = kind_of(kind)
+        else:
+            kind.__bases__ = tuple(kind_of(base) for base in kind.__bases__)
+
+
+def _put_(module: nn.Module, code: OwnCode | FunctionScopes) -> None:
+    module.__class__ = scoped(kind_of(type(module)))
+    module._mixedopt_code = code  # type: ignore[assignment]
+
+
 def _anew(kind: type[nn.Module], *args: Any) -> nn.Module:
-    """Return an empty root."""
+    """Return an empty module of the class that a ``kind`` becomes."""
     kind = scoped(kind)
     made: nn.Module = kind.__new__(kind, *args)
     return made
 
 
-def install(model: nn.Module, scopes: FunctionScopes) -> None:
-    """Put scopes on their model; ``uninstall`` takes them off, ``drop_hooks_(module, HOOKS)`` those of each module."""
-    model.__class__ = scoped(type(model))
-    model._mixedopt_scopes = scopes  # type: ignore[assignment]
-    scopes.watch_all(model)
-
-
-def uninstall(model: nn.Module) -> None:
-    """Give a root its class back, also one that was parametrized since, whose class is made for it alone."""
-    kind = type(model)
-    if Scoped in kind.__mro__:
-        vars(model).pop("_mixedopt_scopes", None)
-        if Scoped in kind.__bases__:
-            model.__class__ = kind_of(kind)
-        else:
-            kind.__bases__ = tuple(kind_of(base) for base in kind.__bases__)
-
-
-def pop_ours() -> FunctionCasts | None:
+def _pop_ours() -> FunctionCasts | None:
     """Take a mode of ours off the top of torch's stack, if one is there."""
-    top = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if not isinstance(top, FunctionCasts):
+    if not torch._C._len_torch_function_stack():
         return None
-    _pop_mode()  # type: ignore[no-untyped-call]
-    return top
+    top: Any = torch._C._pop_torch_function_stack()
+    if isinstance(top, FunctionCasts):
+        return top
+    torch._C._push_on_torch_function_stack(top)
+    return None
 
 
 def _has_own_code(module: nn.Module) -> bool:

@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"launching"},
     "losses": {"kernels", "loss_kernels"},
     "loss_kernels": {"launching"},
-    "scopes": {"casting", "functions"},
+    "scopes": {"functions"},
     "norms": {"kernels", "norm_group_kernels", "norm_kernels"},
     "layers": {"casting", "norms"},
     "launching": set(),

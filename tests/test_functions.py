@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mixedopt import CastPolicy, MixedPrecisionOptimizer, convert
 from mixedopt.functions import LOSS_FUNCTIONS
-from mixedopt.scopes import HOOKS
 
 # Softmax on a CPU, and all of them on a GPU, differ between half and fp32 input in the last bits of fp32, which now and
 # then decides a rounding to half: one unit in the last place.
@@ -63,13 +62,8 @@ def _no_mode_is_left() -> Iterator[None]:
 
 
 def modes(model: nn.Module) -> set[str]:
-    """Return which modules have hooks that put function rules in force; the root has its scopes."""
-    return {
-        name
-        for name, module in model.named_modules()
-        if "_mixedopt_scopes" in vars(module)
-        or any(isinstance(h, HOOKS) for h in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
-    }
+    """Return which modules are watched."""
+    return {name for name, module in model.named_modules() if "_mixedopt_code" in vars(module)}
 
 
 # -- what half kernels do by themselves -------------------------------------------
