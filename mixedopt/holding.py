@@ -94,14 +94,14 @@ class Kept:
         """Return for each slot whether it has a gradient."""
         return [grad is not None for grad in self._grads]
 
-    @torch.no_grad()
     def add_(self, index: int, grad: Tensor) -> None:
         """Keep a gradient, or add it to the one that is there. Syncs: none."""
         held = self._grads[index]
-        if held is None:
-            self._grads[index] = grad.detach().to(self.dtype)
-        else:  # not in place: autograd may have given another parameter the same memory
-            self._grads[index] = (held + grad).to(self.dtype)
+        if held is None and grad.dtype == self.dtype and not grad.requires_grad:  # called once for each parameter
+            self._grads[index] = grad
+            return
+        with torch.no_grad():  # not in place: autograd may have given another parameter the same memory
+            self._grads[index] = (grad.detach() if held is None else held + grad).to(self.dtype)
 
     def grads(self) -> list[Tensor | None]:
         """Return the sum of each slot, ``None`` where there is none."""
@@ -137,9 +137,9 @@ class TakeGradient:
 
     def __call__(self, param: Tensor) -> None:
         """Take the gradient. Syncs: none."""
-        store = self._store()
-        if store is not None and param.grad is not None and (self._sparse or not param.grad.is_sparse):
-            store.add_(self._index, param.grad)
+        store, grad = self._store(), param.grad
+        if store is not None and grad is not None and (self._sparse or not grad.is_sparse):
+            store.add_(self._index, grad)
             param.grad = None
 
 
