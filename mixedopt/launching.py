@@ -6,7 +6,6 @@ Imported by the rooms that hold kernels, for CUDA tensors only.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import Tensor
 
 # A count that is 1 or a multiple of 16 would otherwise be compiled anew.
 jit: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=["rows", "programs", "units", "samples"])
-
-POINTER: Any = Tensor.data_ptr  # mapped: faster than a comprehension, at every launch
 
 
 class Launcher:
@@ -36,8 +33,11 @@ class Launcher:
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], *scalars: float) -> None:
         """Launch ``programs`` programs on the current stream of the device, the current one, without a sync."""
-        pointers = list(map(POINTER, tensors))
-        bits = functools.reduce(operator.or_, pointers)
+        pointers, bits = [], 0
+        for tensor in tensors:  # a loop calls less than a map and a reduction do, and launches are many
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer
         if self.compiled is not None and not bits & 15:
             run, function, metadata = self.compiled
             stream = torch._C._cuda_getCurrentRawStream(self.device)

@@ -31,7 +31,8 @@ class MixedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``layer_norm`` of the input."""
-        return _as(layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps), self.output)
+        result, output = layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps), self.output
+        return result if output is None or result.dtype == output else result.to(output)
 
 
 class MixedRMSNorm(nn.RMSNorm):
@@ -41,7 +42,8 @@ class MixedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``rms_norm`` of the input."""
-        return _as(rms_norm(x, self.normalized_shape, self.weight, self.eps), self.output)
+        result, output = rms_norm(x, self.normalized_shape, self.weight, self.eps), self.output
+        return result if output is None or result.dtype == output else result.to(output)
 
 
 class MixedGroupNorm(nn.GroupNorm):
@@ -51,7 +53,8 @@ class MixedGroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``group_norm`` of the input."""
-        return _as(group_norm(input, self.num_groups, self.weight, self.bias, self.eps), self.output)
+        result, output = group_norm(input, self.num_groups, self.weight, self.bias, self.eps), self.output
+        return result if output is None or result.dtype == output else result.to(output)
 
 
 class Float16LayerNorm(MixedLayerNorm):
@@ -149,10 +152,6 @@ NATIVE: tuple[type[nn.Module], ...] = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-
-
-def _as(result: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return result if dtype is None or result.dtype == dtype else result.to(dtype)
 
 
 def _like(value: Any, weight: Tensor) -> Any:

@@ -299,3 +299,18 @@ def group_backward(
     dx = torch.empty_like(x)
     plan.backward(tiles * -(-pixels // plan.block), (dy, x, weight, stats, totals, dx), lines, units)
     return dx, *wanted
+
+
+class GroupPlan(NamedTuple):
+    """How groups of channels are normalised, on the current device; as ``norm_kernels.RowPlan``."""
+
+    groups: int
+    eps: float
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the result, and the statistics."""
+        return group_forward(x, self.groups, weight, bias, self.eps)
+
+    def backward(self, dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, needs: tuple[bool, ...]) -> Gradients:
+        """Return the gradients of x, weight and bias."""
+        return group_backward(dy, x, self.groups, weight, stats, needs)

@@ -12,7 +12,7 @@ RMSNorm; ``norm_group_kernels`` holds GroupNorm.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -140,79 +140,107 @@ def row_forward_launcher(device: int, dtype: torch.dtype, size: int, centred: bo
     return Launcher(row_forward_kernel, device, (size, block, tile, centred, bias), warps_for(tile * block, 16)), tile
 
 
+class Backward(NamedTuple):
+    """What makes the gradients that are wanted.
+
+    Attributes:
+        launch: the kernel.
+        tile: rows that a program works on at once.
+        most: programs that are worth their sums.
+        width: values that each program leaves.
+        sum_columns: adds up what they leave, 32 columns a program; ``None`` if they leave nothing.
+    """
+
+    launch: Launcher
+    tile: int
+    most: int
+    width: int
+    sum_columns: Launcher | None
+
+
 @functools.cache
-def row_backward_launcher(
-    device: int, dtype: torch.dtype, size: int, flags: tuple[bool, bool, bool, bool]
-) -> tuple[Launcher, int, int]:
-    """Return a launcher, the rows of a tile, and the most programs that are worth their sums."""
+def row_backward(device: int, dtype: torch.dtype, size: int, centred: bool, needs: tuple[bool, ...]) -> Backward:
+    """Return the launchers. One set for each device and ``dtype``, as they keep what they compiled."""
     del dtype
     block = power_of_two(size)
     tile = max(2048 // block, 1)
-    least = (
-        1 if flags[2] or flags[3] else 2
-    )  # what a program sums for the weights is memory, and work for one more kernel
+    # What a program sums for the weights is memory, and work for one more kernel.
+    least = 1 if needs[1] or needs[2] else 2
     most = processors(device) * min(max(8192 // block, least), 4)
-    return Launcher(row_backward_kernel, device, (size, block, tile, *flags), warps_for(tile * block, 16)), tile, most
+    launch = Launcher(row_backward_kernel, device, (size, block, tile, centred, *needs), warps_for(tile * block, 16))
+    width = size * (needs[1] + needs[2])
+    columns = Launcher(column_sum_kernel, device, (size if needs[1] else 0, width, 32, 64), 8) if width else None
+    return Backward(launch, tile, most, width, columns)
 
 
-@functools.cache
-def column_sum_launcher(device: int, size: int, width: int) -> Launcher:
-    """Return a launcher for the sums of ``width`` columns, 32 a program."""
-    return Launcher(column_sum_kernel, device, (size, width, 32, 64), 8)
-
-
-def row_forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Tensor:
-    """Return ``x`` normalised over the dimensions of ``weight``.
+class RowPlan:
+    """How the rows of one norm on one device are normalised; on the current device, without a sync.
 
     Args:
-        x: half, ``[..., *weight.shape]``, not empty.
-        weight: fp32.
-        bias: fp32, like ``weight``.
+        device: of the tensors.
+        dtype: half, of x, y and their gradients.
+        size: values of a row, those of the weights.
         eps: added to the variance, or to the mean square.
         centred: LayerNorm, else RMSNorm.
-
-    Returns:
-        Of dtype and shape of ``x``, contiguous. No sync.
+        bias: True iff there is one.
     """
-    x, weight = x.contiguous(), weight.contiguous()
-    y = torch.empty_like(x)
-    size = weight.numel()
-    rows = x.numel() // size
-    launch, tile = row_forward_launcher(x.get_device(), x.dtype, size, centred, bias is not None)
-    launch(-(-rows // tile), (x, weight, weight if bias is None else bias.contiguous(), y), rows, eps)
-    return y
 
+    __slots__ = ("_forward", "_kind", "_tile", "eps", "size")
 
-def row_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float, centred: bool, needs: Sequence[bool]) -> Gradients:
-    """Return the gradients of ``row_forward`` for x, weight and bias, ``None`` where ``needs`` is False.
+    def __init__(self, device: int, dtype: torch.dtype, size: int, eps: float, centred: bool, bias: bool) -> None:
+        self._kind = device, dtype, size, centred
+        self.size, self.eps = size, eps
+        self._forward, self._tile = row_forward_launcher(*self._kind, bias)
 
-    Args:
-        dy: half, like ``x``; the other arguments are those of ``row_forward``.
-        x: half.
-        weight: fp32.
-        eps: as in ``row_forward``.
-        centred: as in ``row_forward``.
-        needs: which of the three are wanted.
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+        """Return ``x`` normalised over the dimensions of ``weight``; for backward nothing more is needed.
 
-    Returns:
-        dx half, dweight and dbias fp32. No sync.
-    """
-    device, size = x.get_device(), weight.numel()
-    if size > ONE_PASS and needs[0] and (needs[1] or needs[2]):
-        dx, _, _ = row_backward(dy, x, weight, eps, centred, (True, False, False))
-        return dx, *row_backward(dy, x, weight, eps, centred, (False, *needs[1:]))[1:]
-    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
-    rows = x.numel() // size
-    launch, tile, most = row_backward_launcher(device, x.dtype, size, (centred, *needs))
-    dx = torch.empty_like(x) if needs[0] else None
-    programs = min(-(-rows // tile), most)
-    width = size * (needs[1] + needs[2])
-    partial = weight.new_empty(programs * width) if width else weight
-    launch(programs, (dy, x, weight, x if dx is None else dx, partial), rows, eps)
-    dweight = torch.empty_like(weight) if needs[1] else None
-    dbias = torch.empty_like(weight) if needs[2] else None
-    if width:
+        Args:
+            x: half, ``[..., *weight.shape]``, not empty.
+            weight: fp32.
+            bias: fp32, like ``weight``.
+
+        Returns:
+            Of dtype and shape of ``x``, contiguous.
+        """
+        x, weight = x.contiguous(), weight.contiguous()
+        y = torch.empty_like(x)
+        rows = x.numel() // self.size
+        tensors = (x, weight, weight if bias is None else bias.contiguous(), y)
+        self._forward(-(-rows // self._tile), tensors, rows, self.eps)
+        return y, None
+
+    def backward(self, dy: Tensor, x: Tensor, weight: Tensor, stats: None, needs: tuple[bool, ...]) -> Gradients:
+        """Return the gradients of ``forward`` for x, weight and bias, ``None`` where ``needs`` is False.
+
+        Args:
+            dy: half, like ``x``.
+            x: half.
+            weight: fp32.
+            stats: unused; the statistics are made again.
+            needs: which of the three are wanted.
+
+        Returns:
+            dx half, dweight and dbias fp32.
+        """
+        if self.size > ONE_PASS and needs[0] and (needs[1] or needs[2]):
+            dx, _, _ = self.backward(dy, x, weight, stats, (True, False, False))
+            return dx, *self.backward(dy, x, weight, stats, (False, *needs[1:]))[1:]
+        launch, tile, most, width, sum_columns = row_backward(*self._kind, needs)
+        dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+        rows = x.numel() // self.size
+        programs = min(-(-rows // tile), most)
+        dx = torch.empty_like(x) if needs[0] else None
+        if sum_columns is None:
+            launch(programs, (dy, x, weight, x if dx is None else dx, weight), rows, self.eps)
+            return dx, None, None
+        partial = weight.new_empty(programs * width)
+        launch(programs, (dy, x, weight, x if dx is None else dx, partial), rows, self.eps)
+        dweight = torch.empty_like(weight) if needs[1] else None
+        dbias = torch.empty_like(weight) if needs[2] else None
         first, second = dweight if dweight is not None else dbias, dbias if dbias is not None else dweight
-        column_sum = column_sum_launcher(device, size if needs[1] else 0, width)
-        column_sum(-(-width // 32), (partial, first, second), programs)  # type: ignore[arg-type]
-    return dx, dweight, dbias
+        sum_columns(-(-width // 32), (partial, first, second), programs)  # type: ignore[arg-type]
+        return dx, dweight, dbias
+
+
+row_plan = functools.cache(RowPlan)

@@ -42,19 +42,12 @@ class Rows(NamedTuple):
             return F.layer_norm(x, self.shape, weight, bias, self.eps)  # type: ignore[arg-type]
         return F.rms_norm(x, self.shape, weight, self.eps)
 
-    def fits(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True iff the kernels take these."""
-        shape = self.shape
-        return weight.shape == shape and x.shape[-len(shape) :] == shape and weight.numel() <= MAX_SIZE
-
-    def fused(self, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the result, and what backward needs beside the arguments."""
-        return kernels[0].row_forward(x, weight, bias, self.eps, self.centred), None
-
-    def fused_backward(self, kernels: Any, dy: Tensor, saved: Sequence[Any], needs: Sequence[bool]) -> Gradients:
-        """Return the gradients of x, weight and bias, ``None`` where not needed."""
-        gradients: Gradients = kernels[0].row_backward(dy, saved[0], saved[1], self.eps, self.centred, needs)
-        return gradients
+    def plan(self, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        """Return what runs the kernels, ``None`` if they do not take these."""
+        shape, size = self.shape, weight.numel()
+        if weight.shape != shape or x.shape[-len(shape) :] != shape or not 0 < size <= MAX_SIZE:
+            return None
+        return kernels[0].row_plan(x.get_device(), x.dtype, size, self.eps, self.centred, bias is not None)
 
 
 class Groups(NamedTuple):
@@ -67,21 +60,16 @@ class Groups(NamedTuple):
         """Return torch's result; all tensors have one dtype."""
         return F.group_norm(x, self.groups, weight, bias, self.eps)
 
-    def fits(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True iff the kernels take these; torch raises where there is one value for all statistics."""
+    def plan(self, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        """Return what runs the kernels, ``None`` if they do not take these.
+
+        Torch raises where there is one value for all statistics.
+        """
         if x.dim() < 2 or x.numel() == self.groups or weight.shape != (x.shape[1],):
-            return False
-        return x.shape[1] % self.groups == 0 and x.shape[1] <= MAX_SIZE * self.groups
-
-    def fused(self, kernels: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the result, and what backward needs beside the arguments."""
-        result: tuple[Tensor, Tensor] = kernels[1].group_forward(x, self.groups, weight, bias, self.eps)
-        return result
-
-    def fused_backward(self, kernels: Any, dy: Tensor, saved: Sequence[Any], needs: Sequence[bool]) -> Gradients:
-        """Return the gradients of x, weight and bias, ``None`` where not needed."""
-        gradients: Gradients = kernels[1].group_backward(dy, saved[0], self.groups, saved[1], saved[2], needs)
-        return gradients
+            return None
+        if x.shape[1] % self.groups != 0 or x.shape[1] > MAX_SIZE * self.groups:
+            return None
+        return kernels[1].GroupPlan(self.groups, self.eps)
 
 
 Norm = Rows | Groups
@@ -143,7 +131,12 @@ def group_norm(
 def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Choose who computes."""
     compiling = torch.compiler.is_compiling()
-    if not compiling and torch._C._is_torch_function_mode_enabled() and _all_plain(x, weight, bias) and x.is_cuda:
+    if (
+        not compiling
+        and torch._C._is_torch_function_mode_enabled()
+        and {type(x), type(weight), type(bias)} <= PLAIN
+        and x.is_cuda
+    ):
         with torch._C.DisableTorchFunction():  # else a mode is called for each look at a tensor
             return _norm(norm, x, weight, bias)
     single = torch.float32
@@ -157,13 +150,17 @@ def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     # Inductor fuses the casts. A transform, or a derivative on the way forward, has no rule for a Function.
     if compiling or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return norm.plain(x.float(), weight, bias).to(x.dtype)
-    if not (x.is_cuda and _fusible(norm, x, weight, bias)):
+    plan = _plan(norm, x, weight, bias) if x.is_cuda else None
+    if plan is None:
         return _Transient.apply(x, weight, bias, norm)  # type: ignore[no-any-return, no-untyped-call]
+    if x.get_device() != torch._C._cuda_getDevice():
+        with torch.cuda.device(x.device):
+            return _norm(norm, x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        return _APPLY(x, weight, bias, norm)
-    return _launch(norm, x, weight, bias)[0]
+        return _APPLY(x, weight, bias, norm, plan)
+    return plan.forward(x, weight, bias)[0]  # type: ignore[no-any-return]
 
 
 def _cast_up(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -186,48 +183,38 @@ def _kernels(device: int) -> Any:
     return norm_kernels, norm_group_kernels
 
 
-def _fusible(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True iff the kernels take these; a mode that watches what torch calls would not see them."""
+def _plan(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """Return what runs the kernels, ``None`` if they do not take these.
+
+    A mode that watches what torch calls would not see them.
+    """
     device = x.get_device()
-    if weight.get_device() != device or not _all_plain(x, weight, bias):
-        return False
+    if type(x) not in PLAIN or type(weight) not in PLAIN or type(bias) not in PLAIN or weight.get_device() != device:
+        return None
     if bias is not None and (bias.get_device() != device or bias.shape != weight.shape):
-        return False
-    if x.numel() == 0 or torch._C._len_torch_dispatch_stack() or not norm.fits(x, weight):
-        return False
-    return _kernels(device) is not None
-
-
-def _all_plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    return type(x) in PLAIN and type(weight) in PLAIN and type(bias) in PLAIN
-
-
-def _launch(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the result of the kernels, and what backward needs beside the arguments; on the device of x."""
-    device = x.get_device()
-    if device == torch._C._cuda_getDevice():  # as ``on_device``, but for the context: norms are many
-        return norm.fused(_kernels(device), x, weight, bias)
-    with torch.cuda.device(device):
-        return norm.fused(_kernels(device), x, weight, bias)
+        return None
+    if x.numel() == 0 or torch._C._len_torch_dispatch_stack():
+        return None
+    kernels = _kernels(device)
+    return None if kernels is None else norm.plan(kernels, x, weight, bias)
 
 
 class _Fused(torch.autograd.Function):
-    """The kernels: saves x as it came, and no fp32 of its size."""
+    """The kernels: saves x as it came, and no fp32 of its size. Autograd runs backward on the device of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-        y, stats = _launch(norm, x, weight, bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, plan: Any) -> Tensor:
+        y, stats = plan.forward(x, weight, bias)
         ctx.save_for_backward(x, weight, stats)
-        ctx.norm = norm
-        return y
+        ctx.how = norm, plan
+        return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        norm, plan = ctx.how
         if torch.is_grad_enabled():
-            return _differentiate(ctx, dy)
-        # Autograd has made the device of x the current one.
-        needs = ctx.needs_input_grad[:3]
-        return *ctx.norm.fused_backward(_kernels(dy.get_device()), dy, ctx.saved_tensors, needs), None
+            return *_differentiate(ctx, norm, dy), None, None
+        return *plan.backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[:3]), None, None
 
 
 class _Transient(torch.autograd.Function):
@@ -241,15 +228,15 @@ class _Transient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, dy)
+        return *_differentiate(ctx, ctx.norm, dy), None
 
 
 # ``Function.apply`` without the look for functorch's wrappers, which ``_norm`` has had: a tenth of the host's time.
 _APPLY: Callable[..., Tensor] = super(torch.autograd.Function, _Fused).apply
 
 
-def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the four arguments, themselves differentiable under ``create_graph``."""
+def _differentiate(ctx: Any, norm: Norm, dy: Tensor) -> Gradients:
+    """Return the gradients of x, weight and bias, themselves differentiable under ``create_graph``."""
     graph, needs = torch.is_grad_enabled(), ctx.needs_input_grad[:3]
     x, weight = ctx.saved_tensors[:2]
     if not graph:
@@ -257,7 +244,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     # No gradient depends on the value of the bias.
     bias = torch.zeros_like(weight, requires_grad=True) if needs[2] else None
     with torch.enable_grad():
-        y = ctx.norm.plain(x.float(), weight, bias)
+        y = norm.plain(x.float(), weight, bias)
         wanted = [tensor for tensor, need in zip((x, weight, bias), needs, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy.float(), create_graph=graph))
-    return *(next(found) if need else None for need in needs), None
+    return tuple(next(found) if need else None for need in needs)
