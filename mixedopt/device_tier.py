@@ -186,6 +186,7 @@ class DeviceTier(EagerTier):
         self._look_at_range_(fresh > 0 or self._tries % RANGE_CHECK_INTERVAL == 0)
         if exhausted:
             config, state = self.scaler.config, self.scaler.state
+            self._heard_exhausted = self.scaler.read("exhausted")  # also of steps that were under way
             state.floor_skips.clamp_(min=config.max_consecutive_skips)
             raise exhausted_error(config, state, self.collector.numbering.name(int(told.culprit)))
 

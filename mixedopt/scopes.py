@@ -244,6 +244,12 @@ def _pop_ours() -> FunctionCasts | None:
     return None
 
 
+def runs_own_code(module: nn.Module) -> bool:
+    """True iff code that is not torch's runs when the module is called: its class, or a hook, or a parametrization."""
+    hooks = module._forward_pre_hooks or module._forward_hooks
+    return bool(hooks) or nn.utils.parametrize.is_parametrized(module) or _has_own_code(module)
+
+
 def _has_own_code(module: nn.Module) -> bool:
     """True iff the forward is not one of torch's modules, which call what they are named after."""
     return not type(module).__module__.startswith(("torch.", "mixedopt."))

@@ -716,6 +716,21 @@ def test_no_mode_is_in_force_while_compiled_code_runs(device: torch.device, dtyp
     assert not any(seen)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_model_of_torchs_layers_alone_keeps_its_class(device: torch.device, dtype: torch.dtype) -> None:
+    """No code of its own could call a function; a compiler makes one graph of it, casts included."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)), device)
+    convert(model, dtype)
+    assert type(model) is nn.Sequential
+    assert modes(model) == set()
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    x = torch.ones(2, 4, device=device, dtype=torch.float32)
+    out = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)(x)
+    assert torch.equal(model(x), out)
+    assert len(graphs) == 1
+
+
 class Registered(nn.Module):
     """A class that does something for each of its subclasses, with arguments of its own."""
 

@@ -190,6 +190,21 @@ def test_one_skip_too_many_is_told(tier: str, device: torch.device, dtype: torch
     assert optimizer.last_step.applied
 
 
+def test_one_error_tells_of_all_steps_under_way(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """The host hears of one skip too many when the device has made a second: the next step, a good one, goes on."""
+    _, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
+    train(optimizer._roster.root, optimizer, range(2))
+    tell(optimizer)
+    heard = optimizer._tier
+    heard.scaler.write_("exhausted", 2)
+    at = Standing._fields.index("exhausted")
+    heard.scaler.told[at] = 1
+    with pytest.raises(LossScaleError):
+        heard._hear_()
+    heard.scaler.told[at] = 2
+    heard._hear_()
+
+
 def test_skips_are_logged(
     tier: str, device: torch.device, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -214,10 +214,12 @@ def _cast_(wanted: Mapping[nn.Parameter, torch.dtype], modules: Iterable[nn.Modu
 
 
 def _scopes(plan: CastPlan) -> scopes.FunctionScopes | None:
-    """Return where function rules hold, ``None`` if there are none."""
+    """Return where function rules hold, ``None`` if there are none, or no code that they are for."""
     if not (plan.policy.functions or plan.masks):
         return None
     alone = frozenset(module for module, decided in plan.decisions.items() if decided.rule is QUANTISED)
+    if not (plan.masks or any(scopes.runs_own_code(module) for module in plan.model.modules() if module not in alone)):
+        return None
     return scopes.FunctionScopes(plan.model, frozenset(plan.policy.functions), plan.dtype, plan.masks, alone)
 
 
