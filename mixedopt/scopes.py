@@ -2,62 +2,93 @@
 
 A mode costs about 1.5 us per torch call, so it must not run everywhere. The
 first forward of each kind (training or not, with gradients or not, which
-arguments) watches every module; afterwards only those stay watched whose code
-called a function that a rule changes, or names one that the policy lists, and
-the modules that these call, to lift the mode there.
+arguments) watches every module; afterwards hooks remain only on those whose
+code called a function that a rule changes, or names one that the policy lists,
+and on the modules that these call, to lift the mode there.
 
-A watched module is of a class whose ``forward`` does that. Hooks would do it
-too, but they cost more than the code of a small module, none is called after a
-KeyboardInterrupt, and a compiler traces a forward and not the hooks around the
-outermost one: compiled code would then run under the mode.
+A compiler traces the forward of the outermost module and not the hooks around
+it, so a mode of theirs would be in force while the compiled code runs: see ``tracing``.
 """
 
 from __future__ import annotations
 
-import copyreg
-import functools
 import logging
-import types
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
+from mixedopt.casting import drop_hooks_, runs_already
 from mixedopt.functions import FunctionCasts, mentions
+from mixedopt.tracing import trace_in_mode_, traces_its_mode
 
 log = logging.getLogger("mixedopt")
 
 
 class OwnCode:
-    """Runs the forward of one module in a mode, and not in that of its caller.
+    """Puts a mode in force around the code of one module, or lifts that of its caller.
 
     Args:
-        mode: ``None`` lifts that of the caller only.
+        mode: ``None`` lifts only.
     """
 
     def __init__(self, mode: FunctionCasts | None) -> None:
         self.mode = mode
+        self._lifted: dict[int, list[FunctionCasts | None]] = {}
 
-    def run(self, module: nn.Module, kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the forward of ``kind`` returns."""
-        mode = self.mode
+    def enter(self) -> None:
+        """Lift the caller's mode, put ours in force."""
         if torch.compiler.is_compiling():  # nothing costs anything there, so nothing is lifted
-            if mode is None:
-                return kind.forward(module, *args, **kwargs)
-            with mode:
-                return kind.forward(module, *args, **kwargs)
-        outer = _pop_ours()
-        if mode is not None:
-            torch._C._push_on_torch_function_stack(mode)
-        try:
-            return kind.forward(module, *args, **kwargs)
-        finally:
-            if mode is not None:
-                _pop_ours()
-            if outer is not None:
-                torch._C._push_on_torch_function_stack(outer)
+            if self.mode is not None:
+                self.mode.__enter__()  # type: ignore[no-untyped-call]
+            return
+        self._lifted.setdefault(threading.get_ident(), []).append(pop_ours())
+        if self.mode is not None:
+            _push_mode(self.mode)  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Undo ``enter``."""
+        if torch.compiler.is_compiling():
+            if self.mode is not None:
+                self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            return
+        lifted = self._lifted.get(threading.get_ident())
+        if not lifted:  # a hook before ours raised
+            return
+        pop_ours()
+        outer = lifted.pop()
+        if outer is not None:
+            _push_mode(outer)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[type[OwnCode], tuple[FunctionCasts | None]]:
+        return OwnCode, (self.mode,)
+
+
+class Enter:
+    """Forward pre-hook of a module with an ``OwnCode``."""
+
+    def __init__(self, code: OwnCode) -> None:
+        self.code = code
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Put the mode in force."""
+        if not traces_its_mode(module):
+            self.code.enter()
+
+
+class Leave:
+    """Forward hook of a module with an ``OwnCode``, called after exceptions too."""
+
+    def __init__(self, code: OwnCode) -> None:
+        self.code = code
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Take the mode away."""
+        if not traces_its_mode(module):
+            self.code.leave()
 
 
 class FunctionScopes:
@@ -91,33 +122,29 @@ class FunctionScopes:
         self._named = {
             name for name, module in model.named_modules() if name in self._modes and mentions(module, names)
         }
-        self._codes = {"": OwnCode(self._modes[""])}
+        self._codes: dict[str, OwnCode] = {}
         self._known: set[tuple[Any, ...]] = set()
         self._learning: tuple[Any, ...] | None = None
         self._warned = False
 
-    def run(self, model: nn.Module, kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the forward of ``kind``, that of the root, returns, and learn from it."""
-        own = self._codes[""]
-        # Nothing can be learnt where a compiler or a symbolic trace looks at the code without values.
-        if torch.compiler.is_compiling() or any(isinstance(value, Proxy) for value in (*args, *kwargs.values())):
-            return own.run(model, kind, args, kwargs)
-        self._begin(model, args, kwargs)
-        output = own.run(model, kind, args, kwargs)
-        self._end(model, output)
-        return output
+    @property
+    def mode(self) -> FunctionCasts:
+        """That of the root."""
+        return self._modes[""]
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Watch everything if this forward is of a new kind."""
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward of the root: watch everything if it is of a new kind."""
         given = tuple([_given(value) for value in args]), _given(kwargs)
         kind = (model.training, torch.is_grad_enabled(), given)
+        if self._left_over() and not runs_already(model):
+            self.clear()
         self._learning = None if kind in self._known else kind
         if self._learning is not None:
             for name, mode in self._modes.items():
                 self.watch(model, name, mode)
 
-    def _end(self, model: nn.Module, output: Any) -> None:
-        """Keep those watched that need it."""
+    def end(self, model: nn.Module, output: Any) -> None:
+        """After a forward of the root: keep the hooks that are needed."""
         if self._learning is not None:
             self._known.add(self._learning)
             self._settle(model)
@@ -125,6 +152,15 @@ class FunctionScopes:
                 self._warn()
         elif not self._warned and _half_loss(output, self._dtype):
             self._known.clear()  # the code took a way that was not seen before
+
+    def clear(self) -> None:
+        """Take away what a KeyboardInterrupt left in force: torch calls no hook for it."""
+        while self._left_over():
+            _pop_mode()  # type: ignore[no-untyped-call]
+
+    def _left_over(self) -> bool:
+        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        return isinstance(top, FunctionCasts) and any(top is mode for mode in self._modes.values())
 
     def watch(self, model: nn.Module, name: str, mode: FunctionCasts | None) -> None:
         """Put a mode in force in one module, or lift that of its callers."""
@@ -134,8 +170,9 @@ class FunctionScopes:
         module = _submodule(model, name)
         if module is None:
             return
-        self._codes[name] = OwnCode(mode)
-        _put_(module, self._codes[name])
+        code = self._codes[name] = OwnCode(mode)
+        module.register_forward_pre_hook(Enter(code))
+        module.register_forward_hook(Leave(code), always_call=True)
 
     def watch_all(self, model: nn.Module) -> None:
         """Put the modes in force everywhere, for a compiler, which runs no ``begin``."""
@@ -155,7 +192,7 @@ class FunctionScopes:
             else:
                 del self._codes[name]
                 if (module := _submodule(model, name)) is not None:
-                    take_off_(module)
+                    drop_hooks_(module, (Enter, Leave))
         for name in lifting:
             self.watch(model, name, None)
 
@@ -168,80 +205,49 @@ class FunctionScopes:
         )
 
 
-class Scoped(nn.Module):
-    """What the class of a watched module is, beside its own."""
+class Begin:
+    """Forward pre-hook of the root."""
 
-    _mixedopt_code: OwnCode | FunctionScopes | None = None  # none in a module that such a class has made since
+    def __init__(self, scopes: FunctionScopes) -> None:
+        self.scopes = scopes
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Do nothing: what the user's class does for each subclass is not meant for these."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the class that the module had."""
-        made: Any = super().__reduce_ex__(protocol)
-        if made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return made
-        kind, *args = made[1]
-        return _anew, (kind_of(kind), *args), *made[2:]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the scopes."""
+        if not torch.compiler.is_compiling():
+            self.scopes.begin(module, args, kwargs)
 
 
-def scoped(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a watched module becomes: a ``kind``, of its name; its code runs the forward."""
-    if (known := next((each for each in type.__subclasses__(kind) if Scoped in each.__bases__), None)) is not None:
-        return known
+class End:
+    """Forward hook of the root."""
 
-    @functools.wraps(kind.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        code = self._mixedopt_code
-        return kind.forward(self, *args, **kwargs) if code is None else code.run(self, kind, args, kwargs)
+    def __init__(self, scopes: FunctionScopes) -> None:
+        self.scopes = scopes
 
-    about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return types.new_class(kind.__name__, (Scoped, kind), {}, lambda body: body.update(about, forward=forward))
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Tell the scopes."""
+        if not torch.compiler.is_compiling():
+            self.scopes.end(module, output)
 
 
-def kind_of(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a watched module had."""
-    return kind.__bases__[1] if Scoped in kind.__bases__ else kind
+HOOKS = (Begin, End, Enter, Leave)
 
 
 def install(model: nn.Module, scopes: FunctionScopes) -> None:
-    """Put scopes on their model; ``take_off_`` takes them off, of each module."""
-    _put_(model, scopes)
+    """Put scopes on their model; ``drop_hooks_(module, HOOKS)`` takes them off each module."""
+    model.register_forward_pre_hook(Begin(scopes), with_kwargs=True)  # in this order
+    model.register_forward_hook(End(scopes))
     scopes.watch_all(model)
+    if _has_own_code(model):
+        trace_in_mode_(model, scopes.mode)
 
 
-def take_off_(module: nn.Module) -> None:
-    """Give a module its class back, also one that was parametrized since, whose class is made for it alone."""
-    kind = type(module)
-    if Scoped in kind.__mro__:
-        vars(module).pop("_mixedopt_code", None)
-        if Scoped in kind.__bases__:
-            module.__class__ = kind_of(kind)
-        else:
-            kind.__bases__ = tuple(kind_of(base) for base in kind.__bases__)
-
-
-def _put_(module: nn.Module, code: OwnCode | FunctionScopes) -> None:
-    module.__class__ = scoped(kind_of(type(module)))
-    module._mixedopt_code = code  # type: ignore[assignment]
-
-
-def _anew(kind: type[nn.Module], *args: Any) -> nn.Module:
-    """Return an empty module of the class that a ``kind`` becomes."""
-    kind = scoped(kind)
-    made: nn.Module = kind.__new__(kind, *args)
-    return made
-
-
-def _pop_ours() -> FunctionCasts | None:
+def pop_ours() -> FunctionCasts | None:
     """Take a mode of ours off the top of torch's stack, if one is there."""
-    if not torch._C._len_torch_function_stack():
+    top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+    if not isinstance(top, FunctionCasts):
         return None
-    top: Any = torch._C._pop_torch_function_stack()
-    if isinstance(top, FunctionCasts):
-        return top
-    torch._C._push_on_torch_function_stack(top)
-    return None
+    _pop_mode()  # type: ignore[no-untyped-call]
+    return top
 
 
 def runs_own_code(module: nn.Module) -> bool:

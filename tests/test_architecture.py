@@ -73,7 +73,8 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"launching"},
     "losses": {"kernels", "loss_kernels"},
     "loss_kernels": {"launching"},
-    "scopes": {"functions"},
+    "tracing": {"functions"},
+    "scopes": {"casting", "functions", "tracing"},
     "norms": {"kernels", "norm_group_kernels", "norm_kernels"},
     "layers": {"casting", "norms"},
     "launching": set(),
@@ -96,6 +97,7 @@ ALLOWED: dict[str, set[str]] = {
         "policy.ranks",
         "policy.rules",
         "scopes",
+        "tracing",
     },
     "policy.dry_run": {"functions"},
     "policy.explain": {

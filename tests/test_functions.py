@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mixedopt import CastPolicy, MixedPrecisionOptimizer, convert
 from mixedopt.functions import LOSS_FUNCTIONS
+from mixedopt.scopes import HOOKS
 
 # Softmax on a CPU, and all of them on a GPU, differ between half and fp32 input in the last bits of fp32, which now and
 # then decides a rounding to half: one unit in the last place.
@@ -62,8 +63,12 @@ def _no_mode_is_left() -> Iterator[None]:
 
 
 def modes(model: nn.Module) -> set[str]:
-    """Return which modules are watched."""
-    return {name for name, module in model.named_modules() if "_mixedopt_code" in vars(module)}
+    """Return which modules have hooks that put function rules in force."""
+    return {
+        name
+        for name, module in model.named_modules()
+        if any(isinstance(h, HOOKS) for h in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()))
+    }
 
 
 # -- what half kernels do by themselves -------------------------------------------
@@ -731,6 +736,28 @@ def test_a_model_of_torchs_layers_alone_keeps_its_class(device: torch.device, dt
     assert len(graphs) == 1
 
 
+class Breaks(Scale):
+    """Code that a compiler cannot make one graph of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        return F.mse_loss(x.softmax(-1), x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_eager_and_compiled_forwards_take_turns(device: torch.device, dtype: torch.dtype) -> None:
+    """With a break inside the mode."""
+    model = seeded(Breaks, device)
+    convert(model, dtype, SOFT)
+    x = torch.randn(2, 4, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    losses = [forward(x) for forward in (compiled, model, compiled, compiled, model)]
+    assert all(torch.equal(losses[1], loss) for loss in losses)
+    assert _get_current_function_mode_stack() == []
+
+
 class Registered(nn.Module):
     """A class that does something for each of its subclasses, with arguments of its own."""
 
@@ -764,6 +791,65 @@ def test_the_class_of_a_root_differs_in_its_forward_alone(device: torch.device, 
     for handle in handles:
         handle.remove()
     assert type(model) is type(twin) is Registered
+    assert not any("mixedopt" in name for name in vars(model))
+
+
+class Guarded(Scale):
+    """Sets attributes in its own way."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+
+
+class Static(Scale):
+    """A forward that is no method."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+
+class Itself(Scale):
+    """A way to call the forward above that knows one class only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super(self.__class__, self).forward(x).softmax(-1)
+
+
+def replaced(module: nn.Module) -> nn.Module:
+    """Give it a forward of its own."""
+    own = module.forward
+    module.forward = lambda x: own(x).softmax(-1)  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("make", [Guarded, Static, Itself, lambda: replaced(Scale())])
+def test_a_root_of_an_uncommon_kind_keeps_its_class(
+    make: Callable[[], nn.Module], device: torch.device, dtype: torch.dtype
+) -> None:
+    """And has its rules."""
+    model = seeded(make, device)
+    kind = type(model)
+    convert(model, dtype, SOFT)
+    assert type(model) is kind
+    x = torch.randn(2, 4, device=device)
+    wide = x.to(dtype).float() if kind is Static else (x.to(dtype) * model.scale).float()
+    if kind is not Guarded:
+        assert torch.equal(model(x), wide.softmax(-1))
+
+
+def test_a_forward_that_is_replaced_since_has_the_rules(device: torch.device, dtype: torch.dtype) -> None:
+    """On the module, and by another class."""
+    model = seeded(Scale, device)
+    handle = convert(model, dtype, SOFT)
+    replaced(model)
+    x = torch.randn(2, 4, device=device)
+    expected = (x.to(dtype) * model.scale).float().softmax(-1)
+    assert torch.equal(model(x), expected)
+    del model.forward
+    model.__class__ = type("Other", (Scale,), {"forward": lambda self, x: (x * self.scale).softmax(-1)})
+    assert torch.equal(model(x), expected)
+    handle.remove()
     assert not any("mixedopt" in name for name in vars(model))
 
 
@@ -964,6 +1050,8 @@ def test_code_that_takes_another_way_later_is_watched_again(device: torch.device
     for late["loss"] in (False, False, True, True):
         out = model(x)
     assert handle.active
+    root = [hook for hook in model._forward_hooks.values() if type(hook).__name__ == "End"]
+    assert len(root) == 1
     assert out.item() == F.mse_loss(model.seen.float(), torch.zeros(5, 8, device=device)).to(dtype).item()
 
 

@@ -177,10 +177,9 @@ def _watch(recorder: _Recorder, name: str, module: nn.Module) -> None:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Put attributes, classes, hooks, training flags, buffers and random state back afterwards."""
+    """Put attributes, hooks, training flags, buffers and random state back afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    kinds = [(module, type(module)) for module in plain]
     attributes = [(vars(module), dict(vars(module))) for module in plain]
     held = [(table, copy.copy(table)) for module in plain for table in (vars(module)[key] for key in HELD)]
     buffers = [(b, b.clone(), b._version) for b in model.buffers() if not b.is_inference()]
@@ -194,8 +193,6 @@ def _as_before(model: nn.Module) -> Iterator[None]:
             for live, saved in (*attributes, *held):
                 live.clear()
                 live.update(saved)
-            for module, kind in kinds:
-                module.__class__ = kind
             for module, training in flags:
                 module.training = training
             with torch.no_grad():
@@ -205,12 +202,9 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _set_hooks_aside(modules: list[nn.Module]) -> None:
-    """Let copies of what a conversion has put there run, which learns from every forward."""
+    """Let copies of the hooks run: those of a conversion learn from every forward."""
     memo: dict[int, Any] = {}
     for module in modules:
-        for name, value in list(vars(module).items()):
-            if type(value).__module__.startswith("mixedopt."):
-                vars(module)[name] = copy.deepcopy(value, memo)
         for key in HOOKS:
             table = copy.copy(vars(module)[key])
             for hook_id, hook in table.items():

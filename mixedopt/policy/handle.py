@@ -36,8 +36,9 @@ from mixedopt.masters import MasterWeights
 from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
 from mixedopt.policy.ranks import QUANTISED
 from mixedopt.policy.rules import CastPolicy
+from mixedopt.tracing import take_off_
 
-OURS = (CastInputs, CastOutputs, CastParameters, ShowParameters, RefuseAssign, WeakHook)
+OURS = (CastInputs, CastOutputs, CastParameters, ShowParameters, RefuseAssign, WeakHook, *scopes.HOOKS)
 
 
 class Owner(Protocol):
@@ -142,11 +143,14 @@ class PolicyHandle:
             owner.masters.adopt_edits_()  # may refuse, before anything is changed
         for handle in self._handles:
             handle.remove()
+        if self._scopes is not None:
+            self._scopes.clear()
         for casts in (self.plan.root, *self.plan.casts):
             if casts.params is not None:  # torch calls no hook after a KeyboardInterrupt
                 ShowParameters()(casts.module, (), None)
         # Those that were taken out of the model since, too.
         for module in {**dict.fromkeys(self.plan.decisions), **dict.fromkeys(self.plan.model.modules())}:
+            drop_hooks_(module, scopes.HOOKS)
             give_class_back_(module)
         mastered = {param for owner in self.owners for param in owner.masters.of}
         for owner in self.owners:
@@ -264,7 +268,7 @@ def remove_casts_(model: nn.Module) -> None:
 
 def give_class_back_(module: nn.Module) -> None:
     """Make a module torch's own again, also one that was parametrized since: that class is made for it alone."""
-    scopes.take_off_(module)
+    take_off_(module)
     kind = type(module)
     if kind in PLAIN:
         module.__class__ = PLAIN[kind]
