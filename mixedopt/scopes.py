@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
 from mixedopt.casting import drop_hooks_, runs_already
 from mixedopt.functions import FunctionCasts, mentions
-from mixedopt.tracing import trace_in_mode_, traces_its_mode
+from mixedopt.tracing import Traced, trace_in_mode_, traces_its_mode
 
 log = logging.getLogger("mixedopt")
 
@@ -75,7 +75,7 @@ class Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Put the mode in force."""
-        if not traces_its_mode(module):
+        if not (isinstance(module, Traced) and traces_its_mode(module)):
             self.code.enter()
 
 
@@ -87,7 +87,7 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the mode away."""
-        if not traces_its_mode(module):
+        if not (isinstance(module, Traced) and traces_its_mode(module)):
             self.code.leave()
 
 
@@ -243,11 +243,13 @@ def install(model: nn.Module, scopes: FunctionScopes) -> None:
 
 def pop_ours() -> FunctionCasts | None:
     """Take a mode of ours off the top of torch's stack, if one is there."""
-    top = _get_current_function_mode()  # type: ignore[no-untyped-call]
-    if not isinstance(top, FunctionCasts):
+    if not torch._C._len_torch_function_stack():
         return None
-    _pop_mode()  # type: ignore[no-untyped-call]
-    return top
+    top: Any = torch._C._pop_torch_function_stack()
+    if isinstance(top, FunctionCasts):
+        return top
+    torch._C._push_on_torch_function_stack(top)
+    return None
 
 
 def runs_own_code(module: nn.Module) -> bool:

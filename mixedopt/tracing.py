@@ -88,11 +88,10 @@ def trace_in_mode_(model: nn.Module, mode: FunctionCasts) -> None:
         vars(model)["_mixedopt_mode"] = mode
 
 
-def traces_its_mode(module: nn.Module) -> bool:
+def traces_its_mode(module: Traced) -> bool:
     """True iff a compiler traces this module, and its ``forward`` enters the mode itself."""
-    if not (torch.compiler.is_compiling() and isinstance(module, Traced)):
-        return False
-    return "forward" not in module.__dict__ and "_mixedopt_mode" in module.__dict__
+    held = module.__dict__
+    return torch.compiler.is_compiling() and "forward" not in held and "_mixedopt_mode" in held
 
 
 def _kind_of(kind: type[nn.Module]) -> type[nn.Module]:
