@@ -716,16 +716,19 @@ def test_parameters_whose_gradients_share_memory_sum_apart(
     assert one.flatten().tolist() == other.flatten().tolist() == [-1.0] * 4
 
 
-@every_holder
+@every_held
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_no_graph_of_a_gradient_is_kept(gradients: str, device: torch.device, dtype: torch.dtype) -> None:
-    """``create_graph=True`` makes gradients that have a graph of their own: the step is that without."""
+    """``create_graph=True`` makes gradients that have a graph of their own: it is not held."""
     masters = []
     for graph in (False, True):
         params = zeros(device, dtype)
         optimizer = sgd(params, gradients=gradients)
         for _ in range(2):  # the first is kept, the second is added
             optimizer.backward(sum((p.float() + 1).square().sum() for p in params), create_graph=graph)
+            held = [grad for _, mine in optimizer._tier.window.plain_stores() or () for grad in mine]
+            assert len(held) == len(params)
+            assert not any(grad.requires_grad for grad in held)
         optimizer.step()
         assert optimizer.last_step.applied
         masters.append(masters_of(optimizer))
