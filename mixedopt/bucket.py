@@ -11,7 +11,6 @@ steps the half buffer and one of 16-bit remainders stand for it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 
 from mixedopt.flat import Layout, plan_layout
 from mixedopt.split import Curtain, join, join_into_, mend_, remainder_of, split_into_
+from mixedopt.walks import numbers, walks_for, with_number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-_VERSION = operator.attrgetter("_version")  # mapped: half the time of a comprehension, every step
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 # What of a slot has changed: all, nothing, or some rows.
@@ -71,9 +69,10 @@ class Bucket:
             self.flat_model = self.flat_master.to(dtype)
             for param, view in zip(self.params, self.layout.model_views(self.flat_model), strict=True):
                 param.data = view
-        self._versions: list[int] = []
+        self._walks = walks_for([self.device])
+        self._versions = b""
         self._note_storage()
-        self._master_pointers = list(map(Tensor.data_ptr, self.masters))
+        self._master_pointers = self._walks.pointers(self.masters)
         self.flat_remainder: Tensor | None = None
         self.users, self.lent = 0, False
         self.is_open = True
@@ -112,7 +111,7 @@ class Bucket:
             self.flat_master = torch.empty_like(self.flat_model, dtype=torch.float32)
             join_into_(self.flat_master, self.flat_model, self.flat_remainder)
             self._curtain.open_(self.layout.views(self.flat_master))
-            self._master_pointers = list(map(Tensor.data_ptr, self.masters))
+            self._master_pointers = self._walks.pointers(self.masters)
             self.is_open = True
         self.lent |= lend
         self._seen |= lend
@@ -153,15 +152,13 @@ class Bucket:
 
     def note_published_(self, moved: Sequence[Moved] | None = None) -> None:
         """Move the version counters of what was written into the model by others, remainders too; see ``publish_``."""
-        params = (
-            self.params if moved is None else [p for p, mark in zip(self.params, moved, strict=True) if mark is True]
-        )
-        torch.autograd.graph.increment_version(params)
         self._sum, self.lent = None, False
-        if moved is None:  # by one, each; half the time of asking
-            self._versions = [version + 1 for version in self._versions]
+        if moved is None:
+            self._versions = self._walks.bump(self.params, self._versions)
         else:
-            self._versions = list(map(_VERSION, self.params))
+            params = [param for param, mark in zip(self.params, moved, strict=True) if mark is True]
+            torch.autograd.graph.increment_version(params)
+            self._versions = self._walks.versions(self.params)
 
     def _publish_rows_(self, moved: Sequence[Moved]) -> None:
         """Write the slots between those of which only rows have changed, and these rows."""
@@ -183,7 +180,7 @@ class Bucket:
         if self.is_half:
             for index in range(len(self.params)):
                 self._refresh_(index)
-            self._versions = list(map(_VERSION, self.params))
+            self._versions = self._walks.versions(self.params)
 
     def _refresh_(self, index: int) -> None:
         weight, master = self.params[index].detach(), self.masters[index]
@@ -196,9 +193,11 @@ class Bucket:
     def adopt_(self, index: int) -> None:
         """Refresh one slot, if its weight was written in place since the last publish."""
         param = self.params[index]
-        if self.is_half and param._version != self._versions[index] and param.data_ptr() == self._pointers[index]:
+        if not self.is_half or param._version == numbers(self._versions)[index]:
+            return
+        if param.data_ptr() == numbers(self._pointers)[index]:
             self._refresh_(index)
-            self._versions[index] = param._version
+            self._versions = with_number(self._versions, index, param._version)
 
     def refine_(self, index: int, value: Tensor) -> None:
         """Take the low bits of ``value``, fp32, where it rounds to the weight. Syncs: none."""
@@ -217,7 +216,7 @@ class Bucket:
             ValueError: if a parameter no longer lies in the flat buffer.
         """
         self._check_places()
-        if self.is_half and list(map(_VERSION, self.params)) != self._versions:
+        if self.is_half and self._walks.versions(self.params) != self._versions:
             with torch.no_grad():  # in the rare case alone: a context costs as much as the look at ten weights
                 if self.is_open:
                     self.refresh_()
@@ -236,11 +235,11 @@ class Bucket:
 
         Weights that ``flatten_parameters()`` of a recurrent layer moves to a new pack are brought back as they are.
         """
-        pointers = list(map(Tensor.data_ptr, self.params))
+        pointers = self._walks.pointers(self.params)
         if pointers == self._pointers:
             return
         views = self.layout.model_views(self.flat_model)
-        places = zip(self.layout.slots, self.params, views, pointers, self._pointers, strict=True)
+        places = zip(self.layout.slots, self.params, views, numbers(pointers), numbers(self._pointers), strict=True)
         moved = [(slot, param, view) for slot, param, view, now, was in places if now != was]
         for slot, param, view in moved:
             if slot.pack is None or (param.dtype, param.device, param.shape) != (view.dtype, view.device, view.shape):
@@ -258,8 +257,9 @@ class Bucket:
 
         The flat buffer, and with it the model, would stay behind.
         """
-        if self.is_open and list(map(Tensor.data_ptr, self.masters)) != self._master_pointers:
-            for slot, master, pointer in zip(self.layout.slots, self.masters, self._master_pointers, strict=True):
+        if self.is_open and self._walks.pointers(self.masters) != self._master_pointers:
+            known = numbers(self._master_pointers)
+            for slot, master, pointer in zip(self.layout.slots, self.masters, known, strict=True):
                 if master.data_ptr() != pointer:
                     view = slot.view(self.flat_master)
                     view.copy_(master.detach())
@@ -285,8 +285,7 @@ class Bucket:
         self._note_storage()
 
     def _note_storage(self) -> None:
-        self._pointers = list(map(Tensor.data_ptr, self.params))
-        self._versions = list(map(_VERSION, self.params))
+        self._pointers, self._versions = self._walks.pointers(self.params), self._walks.versions(self.params)
 
 
 def beyond_range(tensor: Tensor, dtype: torch.dtype) -> float | None:

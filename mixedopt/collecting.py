@@ -7,9 +7,9 @@ copies, in fp32, which are made in the same pass.
 
 from __future__ import annotations
 
+import array
 import importlib.util
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +21,8 @@ from mixedopt.gradients import FP32_MAX, global_norm, largest
 from mixedopt.kernels import on_device
 from mixedopt.masters import MasterWeights
 from mixedopt.numbering import AddressTable, Numbering
+from mixedopt.walks import NOWHERE
 from mixedopt.window import Window
-
-THERE = 16  # the address of a gradient of no values
-
-# Mapped over many tensors: half the time of a comprehension.
-POINTER: Any = Tensor.data_ptr
-STRIDE: Any = Tensor.stride
-CONTIGUOUS: Any = Tensor.is_contiguous
-DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +42,20 @@ class Collected:
     there: Sequence[bool]
     dtypes: list[torch.dtype]
     wide: list[Tensor]
-    kept: Sequence[Tensor | None]
+    kept: object
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Gradients where they lie: one address for each slot, and what keeps them alive."""
+    """Gradients where they lie: one address for each slot, and the gradients, unless all lie in ``.grad`` as they are.
 
-    addresses: list[int]
+    ``addresses`` are packed as in ``walks``; 0 stands for no gradient.
+    """
+
+    addresses: bytes
     there: Sequence[bool]
     dtypes: list[torch.dtype]
-    kept: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None] | None
 
 
 def has_triton() -> bool:
@@ -101,7 +97,7 @@ class Collector:
         if len(self.numbering.buckets) != len(self._masters.buckets):
             self._number_()
         waiting = self._waiting()
-        if waiting is None or not any(waiting.addresses):
+        if waiting is None or not any(waiting.there):
             return None
         self.table.upload_(waiting.addresses)
         wide = self._gather(waiting) if self._wide or not self._kernels else []
@@ -109,8 +105,8 @@ class Collector:
         joined = evidence[0]
         if len(evidence) > 1:
             joined = torch.cat([measured.to(self._home, non_blocking=True) for measured in evidence], 1)
-        self._window.drop_model_grads_()
-        return Collected(joined, waiting.there, waiting.dtypes, wide, waiting.kept)
+        kept = waiting.grads, self._window.drop_model_grads_()
+        return Collected(joined, waiting.there, waiting.dtypes, wide, kept)
 
     def _number_(self) -> None:
         """Take in the buckets that there are."""
@@ -120,15 +116,15 @@ class Collector:
         self._slots = [slot for bucket in buckets for slot in bucket.layout.slots]
         self._dtypes = [bucket.dtype for bucket in buckets]
         self._strides = [slot.stride for slot in self._slots]
-        self._contiguous = all(torch.empty(s.shape, device="meta").stride() == s.stride for s in self._slots)
         self._dtype_of = [bucket.dtype for bucket in buckets for _ in bucket.params]
-        self._empty = [number for number, slot in enumerate(self._slots) if not slot.numel]
         self._all = (True,) * len(self._slots)
         self._places: dict[int, tuple[list[int], Tensor]] = {}
         self._evidence = [pieces.new_evidence() for pieces in self.numbering.pieces]
 
     def _waiting(self) -> Waiting | None:
         """Return where the gradients lie, ``None`` if this is not the way."""
+        if (usual := self._window.addresses()) is not None:
+            return Waiting(usual, self._all, self._dtypes, None)
         grads = self._window.plain()
         if grads is None:
             return None
@@ -139,27 +135,14 @@ class Collector:
             dtypes, grads = [dtype for dtype, _ in held], [mine for _, mine in held]
             dtype_of = [dtype for dtype, mine in held for _ in mine]
         flat = list(itertools.chain.from_iterable(grads))
-        try:  # the common case, in few calls: all are there, laid out as their slots are
-            addresses: list[int] = list(map(POINTER, flat))
-            # Their shapes are the parameters'; if those of both are contiguous, so are their places in memory.
-            alike = all(map(CONTIGUOUS, flat)) if self._contiguous else list(map(STRIDE, flat)) == self._strides
-            if alike and list(map(DTYPE, flat)) == dtype_of:
-                return self._with_empty(Waiting(addresses, self._all, dtypes, flat))
-        except (TypeError, RuntimeError):  # some are absent, or sparse
-            if any(grad is not None and grad.layout != torch.strided for grad in flat):
-                return None
+        if any(grad is not None and grad.layout != torch.strided for grad in flat):
+            return None
         flat = [
             grad if grad is None or (grad.stride(), grad.dtype) == form else _laid_out(grad, *form)
             for grad, form in zip(flat, zip(self._strides, dtype_of, strict=True), strict=True)
         ]
-        there = tuple(grad is not None for grad in flat)
-        addresses = [0 if grad is None else grad.data_ptr() for grad in flat]
-        return self._with_empty(Waiting(addresses, there, dtypes, flat))
-
-    def _with_empty(self, waiting: Waiting) -> Waiting:
-        for number in self._empty:
-            waiting.addresses[number] = THERE if waiting.there[number] else 0
-        return waiting
+        addresses = array.array("q", map(_address, flat)).tobytes()
+        return Waiting(addresses, tuple(grad is not None for grad in flat), dtypes, flat)
 
     def _gather(self, waiting: Waiting) -> list[Tensor]:
         """Return flat fp32 buffers; filled unless the kernel that measures is to do that."""
@@ -170,7 +153,7 @@ class Collector:
         for index, (flat, bucket) in enumerate(zip(flats, buckets, strict=True)):
             flat.zero_()
             there = self._part(index, waiting.there)
-            grads = self._part(index, waiting.kept)
+            grads = self._part(index, self._grads(waiting))
             views = [view for view, is_there in zip(bucket.layout.views(flat), there, strict=True) if is_there]
             if views:
                 torch._foreach_copy_(views, [grad for grad, is_there in zip(grads, there, strict=True) if is_there])
@@ -215,9 +198,21 @@ class Collector:
             evidence[:, places] = torch.stack([peaks, squares]).float()
         return evidence
 
+    def _grads(self, waiting: Waiting) -> Sequence[Tensor | None]:
+        if waiting.grads is not None:
+            return waiting.grads
+        return list(itertools.chain.from_iterable(self._window.plain() or ()))
+
     def _part(self, index: int, each: Sequence) -> Sequence:  # type: ignore[type-arg]
         """Return a bucket's part of what is there for each slot."""
-        return list(self.numbering.spread(each))[index][1]
+        part: Sequence = list(self.numbering.spread(each))[index][1]  # type: ignore[type-arg]
+        return part
+
+
+def _address(grad: Tensor | None) -> int:
+    if grad is None:
+        return 0
+    return grad.data_ptr() if grad.numel() else NOWHERE
 
 
 def _laid_out(grad: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:

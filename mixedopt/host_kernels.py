@@ -11,10 +11,8 @@ import ctypes
 import functools
 import itertools
 import logging
-import os
 import platform
 import shlex
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mixedopt.cxx import COMPILERS, compilers
 from mixedopt.flat import plan_layout
 from mixedopt.forms import ZEROS, Form, where_of
 from mixedopt.host_sources import measure_source, plan_source, update_source
@@ -32,7 +31,6 @@ from mixedopt.judgement import Rules, Standing
 from mixedopt.numbering import PIECE
 from mixedopt.pieces import Pieces, plan_pieces
 
-COMPILERS = ("c++", "g++", "clang++")
 # No contraction: what torch rounds twice is rounded twice.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
@@ -65,13 +63,6 @@ def made(source: str, name: str) -> Callable[[int, int, int], None]:
                 return function  # type: ignore[no-any-return]
             said = said or f"{shlex.join(compiler)}: {ran.stderr.strip() or 'wrote nothing'}"
     raise RuntimeError(said[:300] or f"no C++ compiler: {', '.join(COMPILERS)} not found, and $CXX names none")
-
-
-def compilers() -> list[list[str]]:
-    """Return the commands of the C++ compilers that there are, that of ``$CXX``, which may have arguments, first."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    first = [named] if named and shutil.which(named[0]) else []
-    return first + [[found] for found in map(shutil.which, COMPILERS) if found]
 
 
 def launch(function: Callable[[int, int, int], None], pieces: int, number: int, tensors: Sequence[Tensor]) -> None:

@@ -5,6 +5,7 @@ Imported by the rooms that hold kernels, for CUDA tensors only.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,39 +15,79 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from mixedopt.native import native
+
 # A count that is 1 or a multiple of 16 would otherwise be compiled anew.
 jit: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=["rows", "programs", "units", "samples"])
+
+
+LETTERS = {"*": "*", "i32": "i", "fp32": "f"}
+# What a launch by C++ does not give.
+SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
 
 
 class Launcher:
     """A kernel and its constants on one device, launched without Triton's handling of arguments.
 
     That handling costs more host time than all else in a launch. It looks at
-    types, which are constant here, and at alignment, which is checked here.
+    types, which are constant here, and at alignment, which is checked here. If
+    there is a library of C++, that calls the driver.
+
+    Attributes:
+        direct_kernel: what C++ launches; ``None`` before the first launch, and where it cannot.
+        takes: a letter for each argument of it: ``*`` for a pointer, ``i`` for int32, ``f`` for fp32.
     """
 
-    __slots__ = ("compiled", "constants", "device", "kernel", "warps")
+    __slots__ = ("_direct", "_run", "constants", "device", "direct_kernel", "kernel", "takes", "warps")
 
     def __init__(self, kernel: Any, device: int, constants: tuple[Any, ...], warps: int) -> None:
         self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
-        self.compiled: tuple[Callable[..., None], Any, Any] | None = None
+        self._run: tuple[Callable[..., None], Any, Any] | None = None
+        self._direct: Callable[..., bool] = _never
+        self.direct_kernel: Any = None
+        self.takes = ""
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], *scalars: float) -> None:
         """Launch ``programs`` programs on the current stream of the device, the current one, without a sync."""
+        if self._direct(self.direct_kernel, programs, tensors, scalars):
+            return
         pointers, bits = [], 0
         for tensor in tensors:  # a loop calls less than a map and a reduction do, and launches are many
             pointer = tensor.data_ptr()
             pointers.append(pointer)
             bits |= pointer
-        if self.compiled is not None and not bits & 15:
-            run, function, metadata = self.compiled
+        if self._run is not None and not bits & 15:
+            run, function, metadata = self._run
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *scalars, *self.constants)
             return
         # The first launch, or a view at an odd place, for which Triton compiles and keeps what fits.
         compiled = self.kernel[(programs,)](*tensors, *scalars, *self.constants, num_warps=self.warps)
         if not bits & 15:
-            self.compiled = compiled.run, compiled.function, compiled.packed_metadata
+            self._run = compiled.run, compiled.function, compiled.packed_metadata
+            self._learn_(compiled)
+
+    def _learn_(self, compiled: Any) -> None:
+        """Hand over to C++ a kernel that asks for nothing special."""
+        library: Any = native() if torch.version.hip is None else None
+        about = compiled.metadata._asdict()
+        kinds = ["*" if kind[0] == "*" else kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+        if library is None or about["num_ctas"] != 1 or any(map(about.get, SPECIAL)) or not set(kinds) <= set(LETTERS):
+            return
+        takes = "".join(LETTERS[kind] for kind in kinds)
+        kernel = library.kernel(_driver(), compiled.function, about["num_warps"] * 32, about["shared"], takes)
+        self.direct_kernel, self.takes, self._direct = kernel, takes, library.launch
+
+
+def _never(*args: Any) -> bool:
+    """Launch nothing."""
+    return False
+
+
+@functools.cache
+def _driver() -> int:
+    """Return the address of ``cuLaunchKernel``."""
+    return int(ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value or 0)
 
 
 @jit

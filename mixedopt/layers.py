@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from mixedopt.casting import CASTABLE
+from mixedopt.native import loaded
 from mixedopt.norms import group_norm, layer_norm, rms_norm
 
 
@@ -98,8 +99,12 @@ class MixedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``."""
-        weight = self.weight
-        return F.linear(_like(input, weight), weight, self.bias)
+        weight, bias = self.weight, self.bias
+        if not torch.compiler.is_compiling() and (library := loaded()) is not None:
+            result: Tensor | None = library.linear(input, weight, bias)
+            if result is not None:
+                return result
+        return F.linear(_like(input, weight), weight, bias)
 
 
 def _convolve(self: Any, input: Tensor) -> Tensor:

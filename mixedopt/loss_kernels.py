@@ -10,6 +10,7 @@ shapes and dtypes fit.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mixedopt.launching import Launcher, jit, power_of_two, warps_for
 
+TAKES = "****", "****i", "******"  # what C++ gives the three kernels; see Launcher
 COLUMNS = 4096  # that a program works on at once
 SUMMED = 1024  # rows that are added up at once
 
@@ -136,6 +138,12 @@ def launchers(
         Launcher(reduce_kernel, device, (size, SUMMED, ignored, mean), 4),
         Launcher(row_slope_kernel, device, (*rows, none, mean), warps_for(block, 16)),
     )
+
+
+def direct(device: int, dtype: torch.dtype, size: int, ignored: int, reduction: str) -> tuple[Any, ...] | None:
+    """Return the three kernels as C++ launches them; ``None`` if it cannot, or before each was launched once."""
+    three = launchers(device, dtype, size, ignored, reduction)
+    return tuple([each.direct_kernel for each in three]) if tuple(each.takes for each in three) == TAKES else None
 
 
 def loss_forward(x: Tensor, target: Tensor, ignored: int, reduction: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mixedopt.kernels import HALF, on_device, served
+from mixedopt.native import native
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -46,9 +49,14 @@ def cross_entropy(
         fp32; in the kernels within rounding of torch's fp32 loss, elsewhere its bits.
     """
     plain = size_average is None and reduce is None and label_smoothing == 0.0 and not more
+    if plain and weight is None and not torch.compiler.is_compiling():
+        loss = _fast().call(input, target, ignore_index, reduction)
+        if loss is not None:
+            return loss
     if not plain or target.is_floating_point():
         return None
     if weight is None and reduction in REDUCTIONS and _fusible(input, target):
+        _fast().learn_(input, int(ignore_index), reduction)
         return _CrossEntropy.apply(input, target, int(ignore_index), reduction)  # type: ignore[no-any-return, no-untyped-call]
     return _plain(input, target, ignore_index, reduction, weight)
 
@@ -73,6 +81,53 @@ def _fusible(x: Tensor, target: Tensor) -> bool:
     return not torch._C._len_torch_dispatch_stack() and served(x.get_device())
 
 
+class _Fast:
+    """The losses that C++ knows: kernels that Python has launched once."""
+
+    def __init__(self) -> None:
+        self.call: Callable[..., Tensor | None] = _never
+        self._library: Any = None
+        self._losses: Any = None
+        self._known: set[tuple[Any, ...]] = set()
+
+    def learn_(self, x: Tensor, ignored: int, reduction: str) -> None:
+        """Hand over the kernels, if they were launched by now."""
+        from mixedopt import loss_kernels
+
+        key = x.get_device(), x.dtype, x.shape[1], ignored, reduction
+        if key in self._known or (kernels := loss_kernels.direct(*key)) is None:
+            return
+        if self._library is None:
+            self._library = native()
+            self._losses = self._library.losses()
+            self.call = functools.partial(self._library.cross_entropy, self._losses)
+        device, dtype, *about = key
+        slope = functools.partial(_slope_of, (ignored, reduction))
+        self._library.add_loss(self._losses, device, dtype == torch.bfloat16, *about, *kernels, slope)
+        self._known.add(key)
+
+
+_fast = functools.cache(_Fast)
+
+
+def _never(*args: Any) -> None:
+    """Serve nothing."""
+
+
+def _slope_of(
+    how: tuple[int, str], slope: Tensor, x: Tensor, target: Tensor, stats: Tensor, counted: Tensor, bits: int = 1
+) -> tuple[Tensor]:
+    """Return the gradient of the logits. C++ passes which gradients are wanted, and there is but one."""
+    from mixedopt import loss_kernels
+
+    if torch.is_grad_enabled():  # create_graph: the gradient is itself differentiated
+        with torch.enable_grad():
+            loss = _plain(x, target, *how)
+        return torch.autograd.grad(loss, x, slope, create_graph=True)  # type: ignore[return-value]
+    # Autograd has made the device of x the current one.
+    return (loss_kernels.loss_backward(slope, x, target, stats, counted, *how),)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The kernels: saves the logits as they came."""
 
@@ -88,12 +143,4 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        from mixedopt import loss_kernels
-
-        x, target, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph: the gradient is itself differentiated
-            with torch.enable_grad():
-                loss = _plain(x, target, *ctx.how)
-            return *torch.autograd.grad(loss, x, slope, create_graph=True), None, None, None
-        # Autograd has made the device of x the current one.
-        return loss_kernels.loss_backward(slope, x, target, *kept, *ctx.how), None, None, None
+        return *_slope_of(ctx.how, slope, *ctx.saved_tensors), None, None, None

@@ -12,7 +12,7 @@ RMSNorm; ``norm_group_kernels`` holds GroupNorm.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mixedopt.launching import Launcher, jit, power_of_two, processors, warps_for
 
+FORWARD, BACKWARD, SUM = "****if", "*****if", "***i"  # what C++ gives these kernels; see Launcher
 ONE_PASS = 8192  # a longer row, and dx, leave the sums for the weights no registers: two passes are faster
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -209,6 +210,17 @@ class RowPlan:
         tensors = (x, weight, weight if bias is None else bias.contiguous(), y)
         self._forward(-(-rows // self._tile), tensors, rows, self.eps)
         return y, None
+
+    def direct_forward(self) -> tuple[Any, int] | None:
+        """Return the kernel that C++ launches for ``forward``, and the rows of a tile; ``None`` if it cannot (yet)."""
+        return (self._forward.direct_kernel, self._tile) if self._forward.takes == FORWARD else None
+
+    def direct_backward(self, needs: tuple[bool, ...]) -> tuple[Any, ...] | None:
+        """Return the kernels that C++ launches for ``backward``, the rows of a tile, and how many programs at most."""
+        launch, tile, most, _, sum_columns = row_backward(*self._kind, needs)
+        if self.size > ONE_PASS or launch.takes != BACKWARD or (sum_columns and sum_columns.takes != SUM):
+            return None
+        return launch.direct_kernel, sum_columns and sum_columns.direct_kernel, tile, most
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, stats: None, needs: tuple[bool, ...]) -> Gradients:
         """Return the gradients of ``forward`` for x, weight and bias, ``None`` where ``needs`` is False.

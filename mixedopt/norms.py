@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from mixedopt.kernels import HALF, served
+from mixedopt.native import native
 
 # What a kernel can be given a pointer to. A subclass (DTensor, FakeTensor) may stand for other values than it holds.
 PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
@@ -90,6 +91,8 @@ def layer_norm(
     Returns:
         Of shape and dtype of ``x``. Its gradient is half, those of weight and bias are summed and kept in fp32.
     """
+    if not torch.compiler.is_compiling() and (y := _fast().call(x, shape, weight, bias, eps, True)) is not None:
+        return y
     return _norm(Rows(tuple(shape), eps, True), x, weight, bias)
 
 
@@ -105,6 +108,8 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps:
     Returns:
         As ``layer_norm``.
     """
+    if not torch.compiler.is_compiling() and (y := _fast().call(x, shape, weight, None, eps, False)) is not None:
+        return y
     if eps is None and x.dtype in HALF and (weight is None or weight.dtype is torch.float32):
         eps = EPS
     return _norm(Rows(tuple(shape), eps, False), x, weight, None)
@@ -156,6 +161,8 @@ def _norm(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
     if x.get_device() != torch._C._cuda_getDevice():
         with torch.cuda.device(x.device):
             return _norm(norm, x, weight, bias)
+    if type(norm) is Rows:
+        _fast().learn_(norm, plan, x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
@@ -199,6 +206,55 @@ def _plan(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     return None if kernels is None else norm.plan(kernels, x, weight, bias)
 
 
+class _Fast:
+    """The norms of rows that C++ knows: kernels that Python has launched once."""
+
+    def __init__(self) -> None:
+        self.call: Callable[..., Tensor | None] = _never
+        self._library: Any = None
+        self._plans: Any = None
+        self._numbers: dict[Any, int] = {}
+
+    def learn_(self, norm: Rows, plan: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Hand over the kernel of ``forward``, if it was launched by now."""
+        key = norm, plan
+        if key in self._numbers or (how := plan.direct_forward()) is None:
+            return
+        if self._library is None:
+            self._library = native()
+            if self._library is None:
+                self._numbers[key] = -1
+                return
+            self._plans = self._library.plans()
+            self.call = functools.partial(self._library.row_norm, self._plans)
+        backward = functools.partial(_row_backward, norm, plan)
+        about = x.get_device(), x.dtype == torch.bfloat16, norm.shape, norm.eps, norm.centred, bias is not None
+        self._numbers[key] = self._library.add_rows(self._plans, *about, *how, backward)
+
+    def learn_backward_(self, norm: Rows, plan: Any, needs: tuple[bool, ...], bits: int) -> None:
+        """Hand over the kernels of a backward, if they were launched by now."""
+        number, how = self._numbers.get((norm, plan), -1), plan.direct_backward(needs)
+        if number >= 0 and how is not None:
+            self._library.add_rows_backward(self._plans, number, bits, *how)
+
+
+_fast = functools.cache(_Fast)
+
+
+def _never(*args: Any) -> None:
+    """Serve nothing."""
+
+
+def _row_backward(norm: Rows, plan: Any, dy: Tensor, x: Tensor, weight: Tensor, bits: int) -> Gradients:
+    """Return the gradients that C++ has no kernels for; the first of the bits asks for that of x."""
+    needs = tuple([bool(bits >> place & 1) for place in range(3)])
+    if torch.is_grad_enabled():
+        return _differentiate(norm, dy, x, weight, needs)
+    found = plan.backward(dy, x, weight, None, needs)
+    _fast().learn_backward_(norm, plan, needs, bits)
+    return found  # type: ignore[no-any-return]
+
+
 class _Fused(torch.autograd.Function):
     """The kernels: saves x as it came, and no fp32 of its size. Autograd runs backward on the device of x."""
 
@@ -213,7 +269,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         norm, plan = ctx.how
         if torch.is_grad_enabled():
-            return *_differentiate(ctx, norm, dy), None, None
+            x, weight = ctx.saved_tensors[:2]
+            return *_differentiate(norm, dy, x, weight, ctx.needs_input_grad[:3]), None, None
         return *plan.backward(dy, *ctx.saved_tensors, ctx.needs_input_grad[:3]), None, None
 
 
@@ -228,23 +285,23 @@ class _Transient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_differentiate(ctx, ctx.norm, dy), None
+        x, weight = ctx.saved_tensors
+        return *_differentiate(ctx.norm, dy, x, weight, ctx.needs_input_grad[:3]), None
 
 
 # ``Function.apply`` without the look for functorch's wrappers, which ``_norm`` has had: a tenth of the host's time.
 _APPLY: Callable[..., Tensor] = super(torch.autograd.Function, _Fused).apply
 
 
-def _differentiate(ctx: Any, norm: Norm, dy: Tensor) -> Gradients:
+def _differentiate(norm: Norm, dy: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, ...]) -> Gradients:
     """Return the gradients of x, weight and bias, themselves differentiable under ``create_graph``."""
-    graph, needs = torch.is_grad_enabled(), ctx.needs_input_grad[:3]
-    x, weight = ctx.saved_tensors[:2]
+    graph = torch.is_grad_enabled()
     if not graph:
         x, weight = x.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
     # No gradient depends on the value of the bias.
     bias = torch.zeros_like(weight, requires_grad=True) if needs[2] else None
     with torch.enable_grad():
         y = norm.plain(x.float(), weight, bias)
-        wanted = [tensor for tensor, need in zip((x, weight, bias), needs, strict=True) if need]
+        wanted = [tensor for tensor, need in zip((x, weight, bias), needs, strict=True) if need and tensor is not None]
         found = iter(torch.autograd.grad(y, wanted, dy.float(), create_graph=graph))
     return tuple(next(found) if need else None for need in needs)

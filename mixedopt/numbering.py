@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import array
-import functools
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,7 +40,7 @@ class Numbering:
         self.slots_of = (torch.cat(numbered) if numbered else torch.zeros(0, device="cpu")).int().to(home)
         self.pieces: list[Pieces] = [p.to(bucket.device) for p, bucket in zip(self._plans, buckets, strict=True)]
 
-    def spread(self, each: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+    def spread(self, each: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Yield each bucket's first number, and its part of what is there for each slot."""
         position = 0
         for bucket, first in zip(self.buckets, self.firsts, strict=True):
@@ -73,7 +71,7 @@ class AddressTable:
 
     def __init__(self, numbering: Numbering) -> None:
         self._numbering = numbering
-        self._known: list[int] = []
+        self._known = b""
         self._spare: list[Tensor] = []
         self._kept: list[Tensor] = []
         self._own = torch.zeros(numbering.slots, dtype=torch.int64, device=numbering.home)
@@ -82,24 +80,24 @@ class AddressTable:
         self.at_home, self.parts = self._own, self._own_parts
         self.aligned = True
 
-    def upload_(self, addresses: list[int]) -> None:
-        """Bring the addresses of all slots to the devices, unless they are there. Syncs: none."""
+    def upload_(self, addresses: bytes) -> None:
+        """Bring the addresses of all slots, int64, to the devices, unless they are there. Syncs: none."""
         numbering = self._numbering
         on_gpu = numbering.home.type == "cuda"
         capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         if addresses == self._known and not capturing:
             return
         numbered = array.array("q", bytes(8 * numbering.slots))
-        for first, part in numbering.spread(addresses):
-            numbered[first : first + len(part)] = array.array("q", part)
+        for first, part in numbering.spread(array.array("q", addresses)):
+            numbered[first : first + len(part)] = part
         fresh = torch.frombuffer(numbered, dtype=torch.int64)
-        self.aligned = not functools.reduce(operator.or_, addresses, 0) & 15
+        self.aligned = not bool(torch.bitwise_and(fresh, 15).any())
         if on_gpu:
             fresh = self._pinned(fresh, capturing=capturing)
         if capturing:  # a graph keeps tables of its own, which it fills at each replay
             self.at_home = fresh.to(numbering.home, non_blocking=True, copy=True)
             self.parts = self._parts_of(self.at_home)
-            self._known = []
+            self._known = b""
             return
         self.at_home, self.parts = self._own.copy_(fresh, non_blocking=True), self._own_parts
         for index in self._elsewhere:

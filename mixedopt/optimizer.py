@@ -212,8 +212,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         Unscaled and droppable gradients are dropped either way.
         """
         if set_to_none:
-            for param in self._roster.names:
-                param.grad = None
+            self._roster.drop_grads_()
             self._tier.drop_gradients_()
             return
         for grad in (param.grad for param in self._roster.names if param.grad is not None):

@@ -14,6 +14,7 @@ from mixedopt.bucket import HALF_DTYPES
 from mixedopt.checkpoint import Place
 from mixedopt.groups import GroupView, rekey_
 from mixedopt.masters import MasterWeights
+from mixedopt.walks import walks_for
 
 
 class Roster:
@@ -45,6 +46,7 @@ class Roster:
         self.names = names
         self.groups = [GroupView(inner, i, list(g["params"])) for i, g in enumerate(inner.param_groups)]
         self.masters = MasterWeights(split=split)
+        self._walks = walks_for(param.device for param in names)
         self._adopt([param for param in names if param.requires_grad], dtypes)
 
     def named_masters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -77,6 +79,10 @@ class Roster:
             Place(name, param, found.get(param), state.get(masters.get(param, param), {}))
             for param, name in self.names.items()
         ]
+
+    def drop_grads_(self) -> None:
+        """Set every ``.grad`` of the model to ``None``, those of frozen parameters too."""
+        self._walks.take(self.names)
 
     def has_gradients(self) -> bool:
         """True iff some ``.grad`` of the model is not ``None``."""

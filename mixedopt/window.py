@@ -15,6 +15,7 @@ from mixedopt.flat import Kind
 from mixedopt.gradients import GradientBuffer, global_norm, largest, widen_sparse
 from mixedopt.holding import HeldGradients, join
 from mixedopt.masters import MasterWeights
+from mixedopt.walks import IN_PYTHON, Walks, walks_for
 
 _GRAD: Any = operator.attrgetter("grad")  # mapped: faster than a comprehension, every step
 # A flat half buffer -> its L2 norm, fp64, 0-d.
@@ -74,6 +75,8 @@ class Window:
         self._held: HeldGradients | None = None
         if gradients != "autograd":
             self._held = HeldGradients(half=gradients == "half", droppable=drop_rule is not None)
+        self._params: list[Tensor] = []
+        self._walks: Walks = IN_PYTHON
         self.unscaled = False
         self.stale = False
         self.number = 0
@@ -84,7 +87,11 @@ class Window:
 
     def follow_(self) -> None:
         """Take in buckets that are new."""
-        for bucket in self._masters.buckets[len(self._buffers) :]:
+        fresh = self._masters.buckets[len(self._buffers) :]
+        if fresh:
+            self._params = [param for bucket in self._masters.buckets for param in bucket.params]
+            self._walks = walks_for(bucket.device for bucket in self._masters.buckets)
+        for bucket in fresh:
             buffer = GradientBuffer(bucket.layout, bucket.device)
             self._buffers.append(buffer)
             narrow = self._may_be_narrow and bucket.is_half
@@ -168,6 +175,15 @@ class Window:
             raise StepOrderError(STALE)
         return [list(map(_GRAD, bucket.params)) for bucket in self._masters.buckets]
 
+    def addresses(self) -> bytes | None:
+        """Return where the gradients of all slots lie, if all lie in the model's ``.grad`` as their weights do.
+
+        Packed as in ``walks``. ``None`` also if not that, or its plain sum, is to be applied: see ``plain``.
+        """
+        if self.unscaled or self.stale or self._drop_rule is not None or self._held is not None:
+            return None
+        return self._walks.gradients(self._params)
+
     def plain_stores(self) -> list[tuple[torch.dtype, list[Tensor | None]]] | None:
         """Return each bucket's sums, and their dtype; ``None`` if autograd holds the gradients, or sums are sparse.
 
@@ -188,11 +204,9 @@ class Window:
         """Return for each slot of all buckets whether it has a gathered gradient."""
         return [view is not None for views in self._views for view in views]
 
-    def drop_model_grads_(self) -> None:
-        """Set the model's ``.grad`` to ``None``."""
-        for bucket in self._masters.buckets:
-            for param in bucket.params:
-                param.grad = None
+    def drop_model_grads_(self) -> object:
+        """Set the model's ``.grad`` to ``None``; return what keeps them alive."""
+        return self._walks.take(self._params)
 
     def norm(self, *, exact: bool = False, norm_of_half: NormOfHalf | None = None) -> tuple[Tensor, Tensor]:
         """Return the global norm in the gradients' unit, and True iff unsure.

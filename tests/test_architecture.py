@@ -60,10 +60,13 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint.restore",
     },
     "gradients": {"flat"},
+    "cxx": set(),
+    "native.__init__": {"cxx"},
+    "walks": {"native.__init__"},
     "pieces": {"flat"},
     "gather_kernels": {"launching", "pieces"},
     "split": set(),
-    "bucket": {"flat", "split"},
+    "bucket": {"flat", "split", "walks"},
     "masters": {"bucket", "gradients"},
     "holding": {"bucket", "gradients"},
     "groups": {"copies", "errors"},
@@ -71,13 +74,13 @@ ALLOWED: dict[str, set[str]] = {
     "rollback": {"bucket", "casting", "copies", "gather_kernels", "groups"},
     "functions": {"casting", "losses"},
     "kernels": {"launching"},
-    "losses": {"kernels", "loss_kernels"},
+    "losses": {"kernels", "loss_kernels", "native.__init__"},
     "loss_kernels": {"launching"},
     "tracing": {"functions"},
     "scopes": {"casting", "functions", "tracing"},
-    "norms": {"kernels", "norm_group_kernels", "norm_kernels"},
-    "layers": {"casting", "norms"},
-    "launching": set(),
+    "norms": {"kernels", "native.__init__", "norm_group_kernels", "norm_kernels"},
+    "layers": {"casting", "native.__init__", "norms"},
+    "launching": {"native.__init__"},
     "norm_kernels": {"launching"},
     "norm_group_kernels": {"launching", "norm_kernels"},
     "policy.rule": set(),
@@ -112,11 +115,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "policy.__init__": {"policy.explain", "policy.handle", "policy.plan", "policy.rule", "policy.rules"},
     "export": {"bucket", "masters", "naming", "policy.__init__"},
-    "window": {"bucket", "errors", "flat", "gradients", "holding", "masters"},
+    "window": {"bucket", "errors", "flat", "gradients", "holding", "masters", "walks"},
     "decision": {"gradients", "loss_scale"},
     "scaler": {"decision", "errors", "loss_scale", "window"},
     "validate": {"bucket", "distributed", "errors", "flat", "groups", "naming", "policy.__init__", "scaler"},
-    "roster": {"bucket", "checkpoint.__init__", "groups", "masters", "validate"},
+    "roster": {"bucket", "checkpoint.__init__", "groups", "masters", "validate", "walks"},
     "eager": {
         "bucket",
         "decision",
@@ -140,12 +143,12 @@ ALLOWED: dict[str, set[str]] = {
     "judgement": {"gradients", "loss_scale"},
     "device_scaler": {"judgement", "loss_scale", "scaler"},
     "numbering": {"bucket", "pieces"},
-    "collecting": {"kernels", "gradients", "masters", "numbering", "window"},
+    "collecting": {"kernels", "gradients", "masters", "numbering", "walks", "window"},
     "dialects": set(),
     "kernel_writer": {"dialects"},
     "forms": {"dialects", "judgement", "kernel_writer", "pieces", "rules.__init__"},
     "host_sources": {"dialects", "forms", "judgement", "numbering"},
-    "host_kernels": {"flat", "forms", "host_sources", "judgement", "numbering", "pieces"},
+    "host_kernels": {"cxx", "flat", "forms", "host_sources", "judgement", "numbering", "pieces"},
     "step_kernels": {
         "dialects",
         "flat",
@@ -247,7 +250,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing.__init__": {"testing.conformance"},
 }
 # Rooms of several files.
-FOLDERS = ("checkpoint.", "policy.", "rules.", "testing.")
+FOLDERS = ("checkpoint.", "native.", "policy.", "rules.", "testing.")
 # What a room needs beside torch: an optional extra.
 # (Triton comes with torch's builds for CUDA.)
 EXTRAS = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from written import EVERY_RULE, of_rule, rule_of
 
-from mixedopt import MixedPrecisionOptimizer, host_kernels
+from mixedopt import MixedPrecisionOptimizer, cxx, host_kernels
 from mixedopt.compiled import CompiledTier, covering_rule
 from mixedopt.flat import plan_layout
 from mixedopt.forms import ZEROS, Form, where_of
@@ -240,13 +240,13 @@ def test_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> Non
         assert written == 7, command
 
 
-@pytest.mark.parametrize("cxx", ["no-such-compiler", "false"])
+@pytest.mark.parametrize("named", ["no-such-compiler", "false"])
 def test_where_kernels_cannot_be_made_torch_compiles(
-    cxx: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    named: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a compiler that works: the same tier by another way, said at INFO."""
-    monkeypatch.setenv("CXX", cxx)
-    monkeypatch.setattr(host_kernels, "COMPILERS", ())
+    monkeypatch.setenv("CXX", named)
+    monkeypatch.setattr(cxx, "COMPILERS", ())
     for cached in (host_kernels.made, host_kernels.measurer, host_kernels.planner, host_kernels.update_launcher):
         cached.cache_clear()
     monkeypatch.setattr("mixedopt.tiers.check_rule", lambda inner, dtypes: covering_rule(inner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from mixedopt import kernels, losses, norms
 from mixedopt.layers import MixedLayerNorm
+from mixedopt.native import native
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +23,13 @@ FP32 = 2e-6
 # One rounding to half, and the odd one that falls to the other side.
 ONE_ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 SHAPES = [(1, 2), (5, 7), (300, 1000), (7, 4096), (9, 50257)]
+
+
+class NothingKnown(losses._Fast):
+    """C++ knows no loss, and learns none."""
+
+    def learn_(self, *args: object) -> None:
+        """Learn nothing."""
 
 
 def drawn(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,25 +43,36 @@ def drawn(rows: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loss_and_gradient_are_those_of_fp32(
-    shape: tuple[int, int], reduction: str, ignored: int, dtype: torch.dtype
+    shape: tuple[int, int], reduction: str, ignored: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every size and reduction, with rows that do not count, under any slope, the same bits each time."""
+    """For every size and reduction, with rows that do not count, under any slope.
+
+    The same bits each time, whether Python or C++ launches.
+    """
     x, y = drawn(*shape, dtype)
     y[1:2] = ignored
     half, wide = x.clone().requires_grad_(), x.float().requires_grad_()
-    again = x.clone().requires_grad_()
     expected = F.cross_entropy(wide, y, reduction=reduction, ignore_index=ignored)
-    found, same = (losses.cross_entropy(z, y, reduction=reduction, ignore_index=ignored) for z in (half, again))
+    with monkeypatch.context() as patch:
+        patch.setattr(losses, "_fast", NothingKnown)
+        found = losses.cross_entropy(half, y, reduction=reduction, ignore_index=ignored)
     assert found is not None
-    assert same is not None
     assert found.grad_fn.name() == "_CrossEntropyBackward"
     torch.testing.assert_close(found, expected, rtol=FP32, atol=FP32)
     slope = torch.rand_like(expected) + 0.5
-    for loss in (found, same, expected):
+    for loss in (found, expected):
         loss.backward(slope)
-    assert torch.equal(found, same)
-    assert torch.equal(half.grad, again.grad)
     assert half.grad.dtype == dtype
+    slopes = (slope, slope, slope.repeat_interleave(2)[::2] if slope.dim() else slope)  # the last is no dense memory
+    for each in slopes:  # from the second on C++ launches the kernels
+        again = x.clone().requires_grad_()
+        same = losses.cross_entropy(again, y, reduction=reduction, ignore_index=ignored)
+        assert torch.equal(found, same)
+        same.backward(each)
+        assert torch.equal(half.grad, again.grad)
+    assert ("CrossEntropy>" in same.grad_fn.name()) == (native() is not None)
+    with torch.no_grad():
+        assert torch.equal(found, losses.cross_entropy(x, y, reduction=reduction, ignore_index=ignored))
     torch.testing.assert_close(half.grad.float(), wide.grad, rtol=ONE_ROUNDING[dtype], atol=1e-7)
 
 
@@ -87,6 +107,8 @@ def test_what_is_not_finite_is_told_as_torch_tells_it(bad: float, dtype: torch.d
 def test_the_gradient_has_a_gradient(dtype: torch.dtype) -> None:
     """``create_graph``, as for a gradient penalty."""
     x, y = drawn(4, 9, dtype)
+    for _ in range(2):  # from then on by C++, but for this
+        losses.cross_entropy(x.clone().requires_grad_(), y).backward()
     found = []
     for z in (x.clone().requires_grad_(), x.float().requires_grad_()):
         loss = losses.cross_entropy(z, y) if z.dtype == dtype else F.cross_entropy(z, y)
@@ -133,6 +155,8 @@ def test_without_kernels_the_layers_are_torchs(
         raise RuntimeError("no C compiler")
 
     monkeypatch.setattr("mixedopt.launching.try_one", fails)
+    monkeypatch.setattr(norms, "_fast", functools.cache(norms._Fast))
+    monkeypatch.setattr(losses, "_fast", functools.cache(losses._Fast))
     kernels.served.cache_clear()
     norms._kernels.cache_clear()
     try:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mixedopt import norms
 from mixedopt.layers import NATIVE, NORMS, MixedGroupNorm, MixedLayerNorm, MixedRMSNorm
+from mixedopt.native import native
 from mixedopt.norms import group_norm, layer_norm, rms_norm
 
 # Of the greatest value: a kernel may sum in another order than torch, and so round to the neighbour.
@@ -416,6 +417,13 @@ def saved_bytes(call: Callable[[], Tensor]) -> tuple[int, int]:
     return left, torch.cuda.max_memory_allocated() - start
 
 
+class NothingKnown(norms._Fast):
+    """C++ knows no norm, and learns none."""
+
+    def learn_(self, *args: object) -> None:
+        """Learn nothing."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_memory_is_that_of_the_half_kernel(name: str, dtype: torch.dtype) -> None:
@@ -438,13 +446,24 @@ def test_memory_is_that_of_the_half_kernel(name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
-def test_the_kernels_are_used_and_give_the_same_bits_again(name: str, dtype: torch.dtype) -> None:
-    """No atomics; and on this GPU the fallback does not serve."""
+def test_the_kernels_are_used_and_give_the_same_bits_again(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No atomics, whether Python or C++ launches; and on this GPU the fallback does not serve."""
     module, x = build(name, torch.device("cuda")), activations(CASES[name].shape, torch.device("cuda"), dtype)
-    y = module(x)
-    assert "_FusedBackward" == type(y.grad_fn).__name__
-    first, second = gradients(module, x, y), gradients(module, x, module(x))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(norms, "_fast", NothingKnown)
+        y = module(x)
+        assert type(y.grad_fn).__name__ == "_FusedBackward"
+        first, second = gradients(module, x, y), gradients(module, x, module(x))
+        assert all(map(torch.equal, first, second))
+    for _ in range(3):  # from the third on C++ launches all of the kernels
+        z = module(x)
+        assert torch.equal(y, z)
+        assert all(map(torch.equal, first, gradients(module, x, z)))
+    assert ("RowNorm" in z.grad_fn.name()) == (name != "group" and native() is not None)
+    with torch.no_grad():
+        assert torch.equal(y, module(x))
 
 
 @pytest.mark.gpu
@@ -481,6 +500,7 @@ def test_without_the_kernels_the_result_is_the_same(dtype: torch.dtype, monkeypa
     module, x = build("layer", torch.device("cuda")), activations((64, 24), torch.device("cuda"), dtype)
     y, slopes = module(x), gradients(module, x, module(x))
     monkeypatch.setattr(norms, "_kernels", lambda device: None)
+    monkeypatch.setattr(norms, "_fast", NothingKnown)
     other = module(x)
     assert "_TransientBackward" == type(other.grad_fn).__name__
     assert_close(y, other)
@@ -488,11 +508,13 @@ def test_without_the_kernels_the_result_is_the_same(dtype: torch.dtype, monkeypa
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_holds_forward_and_backward(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_cuda_graph_holds_forward_and_backward(calls: int, dtype: torch.dtype) -> None:
     """Nothing syncs, and the launches go to the stream that captures."""
     module, x = build("layer", torch.device("cuda")), activations((64, 24), torch.device("cuda"), dtype)
     dy = torch.ones_like(x)
-    torch.autograd.grad(module(x), [x, module.weight], dy)
+    for _ in range(calls):
+        torch.autograd.grad(module(x), [x, module.weight], dy)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
