@@ -69,7 +69,7 @@ class Launcher:
 
     def _learn_(self, compiled: Any) -> None:
         """Hand over to C++ a kernel that asks for nothing special."""
-        library: Any = native() if torch.version.hip is None else None
+        library: Any = native() if torch.version.hip is None and compiled.function else None
         about = compiled.metadata._asdict()
         kinds = ["*" if kind[0] == "*" else kind for kind in compiled.src.signature.values() if kind != "constexpr"]
         if library is None or about["num_ctas"] != 1 or any(map(about.get, SPECIAL)) or not set(kinds) <= set(LETTERS):

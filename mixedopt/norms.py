@@ -200,7 +200,7 @@ def _plan(norm: Norm, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         return None
     if bias is not None and (bias.get_device() != device or bias.shape != weight.shape):
         return None
-    if x.numel() == 0 or torch._C._len_torch_dispatch_stack():
+    if x.is_nested or x.numel() == 0 or torch._C._len_torch_dispatch_stack():
         return None
     kernels = _kernels(device)
     return None if kernels is None else norm.plan(kernels, x, weight, bias)
