@@ -10,7 +10,13 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def compilers() -> list[list[str]]:
-    """Return the commands of the C++ compilers that there are, that of ``$CXX``, which may have arguments, first."""
+    """Return the commands of the C++ compilers that there are, that of ``$CXX``, which may have arguments, first.
+
+    Each program once, whatever its names.
+    """
     named = shlex.split(os.environ.get("CXX", ""))
     first = [named] if named and shutil.which(named[0]) else []
-    return first + [[found] for found in map(shutil.which, COMPILERS) if found]
+    programs: dict[str, list[str]] = {}
+    for found in filter(None, map(shutil.which, COMPILERS)):
+        programs.setdefault(os.path.realpath(found), [found])
+    return first + list(programs.values())

@@ -22,6 +22,7 @@ jit: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=["rows"
 
 
 LETTERS = {"*": "*", "i32": "i", "fp32": "f"}
+MOST_ARGUMENTS = 64
 # What a launch by C++ does not give.
 SPECIAL = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
 
@@ -72,10 +73,12 @@ class Launcher:
         library: Any = native() if torch.version.hip is None and compiled.function else None
         about = compiled.metadata._asdict()
         kinds = ["*" if kind[0] == "*" else kind for kind in compiled.src.signature.values() if kind != "constexpr"]
-        if library is None or about["num_ctas"] != 1 or any(map(about.get, SPECIAL)) or not set(kinds) <= set(LETTERS):
+        common = about["num_ctas"] == 1 and not any(map(about.get, SPECIAL))
+        if library is None or not common or not set(kinds) <= set(LETTERS) or len(kinds) > MOST_ARGUMENTS:
             return
-        takes = "".join(LETTERS[kind] for kind in kinds)
-        kernel = library.kernel(_driver(), compiled.function, about["num_warps"] * 32, about["shared"], takes)
+        takes = "".join([LETTERS[kind] for kind in kinds])
+        of_launch = self.device, about["num_warps"] * 32, about["shared"]
+        kernel = library.kernel(_driver(), compiled.function, *of_launch, takes)
         self.direct_kernel, self.takes, self._direct = kernel, takes, library.launch
 
 

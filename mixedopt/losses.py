@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mixedopt.kernels import HALF, on_device, served
-from mixedopt.native import native
+from mixedopt.native import loaded
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -86,7 +87,7 @@ class _Fast:
 
     def __init__(self) -> None:
         self.call: Callable[..., Tensor | None] = _never
-        self._library: Any = None
+        self._lock = threading.Lock()
         self._losses: Any = None
         self._known: set[tuple[Any, ...]] = set()
 
@@ -94,17 +95,18 @@ class _Fast:
         """Hand over the kernels, if they were launched by now."""
         from mixedopt import loss_kernels
 
-        key = x.get_device(), x.dtype, x.shape[1], ignored, reduction
-        if key in self._known or (kernels := loss_kernels.direct(*key)) is None:
+        key, library = (x.get_device(), x.dtype, x.shape[1], ignored, reduction), loaded()
+        if key in self._known or library is None or (kernels := loss_kernels.direct(*key)) is None:
             return
-        if self._library is None:
-            self._library = native()
-            self._losses = self._library.losses()
-            self.call = functools.partial(self._library.cross_entropy, self._losses)
         device, dtype, *about = key
-        slope = functools.partial(_slope_of, (ignored, reduction))
-        self._library.add_loss(self._losses, device, dtype == torch.bfloat16, *about, *kernels, slope)
-        self._known.add(key)
+        with self._lock:
+            if self._losses is None:
+                self._losses = library.losses()
+                self.call = functools.partial(library.cross_entropy, self._losses)
+            if key not in self._known:
+                slope = functools.partial(_slope_of, (ignored, reduction))
+                library.add_loss(self._losses, device, dtype == torch.bfloat16, *about, *kernels, slope)
+                self._known.add(key)
 
 
 _fast = functools.cache(_Fast)

@@ -11,6 +11,7 @@ The modules are in ``layers``.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from mixedopt.kernels import HALF, served
-from mixedopt.native import native
+from mixedopt.native import loaded
 
 # What a kernel can be given a pointer to. A subclass (DTensor, FakeTensor) may stand for other values than it holds.
 PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
@@ -211,31 +212,29 @@ class _Fast:
 
     def __init__(self) -> None:
         self.call: Callable[..., Tensor | None] = _never
-        self._library: Any = None
-        self._plans: Any = None
-        self._numbers: dict[Any, int] = {}
+        self._lock = threading.Lock()
+        self._rows: Any = None
+        self._known: dict[tuple[Rows, Any], Any] = {}
 
     def learn_(self, norm: Rows, plan: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Hand over the kernel of ``forward``, if it was launched by now."""
-        key = norm, plan
-        if key in self._numbers or (how := plan.direct_forward()) is None:
+        key, library = (norm, plan), loaded()
+        if key in self._known or library is None or (how := plan.direct_forward()) is None:
             return
-        if self._library is None:
-            self._library = native()
-            if self._library is None:
-                self._numbers[key] = -1
-                return
-            self._plans = self._library.plans()
-            self.call = functools.partial(self._library.row_norm, self._plans)
-        backward = functools.partial(_row_backward, norm, plan)
         about = x.get_device(), x.dtype == torch.bfloat16, norm.shape, norm.eps, norm.centred, bias is not None
-        self._numbers[key] = self._library.add_rows(self._plans, *about, *how, backward)
+        with self._lock:
+            if self._rows is None:
+                self._rows = library.rows()
+                self.call = functools.partial(library.row_norm, self._rows)
+            if key not in self._known:
+                backward = functools.partial(_row_backward, norm, plan)
+                self._known[key] = library.add_rows(self._rows, *about, *how, backward)
 
     def learn_backward_(self, norm: Rows, plan: Any, needs: tuple[bool, ...], bits: int) -> None:
         """Hand over the kernels of a backward, if they were launched by now."""
-        number, how = self._numbers.get((norm, plan), -1), plan.direct_backward(needs)
-        if number >= 0 and how is not None:
-            self._library.add_rows_backward(self._plans, number, bits, *how)
+        known, library, how = self._known.get((norm, plan)), loaded(), plan.direct_backward(needs)
+        if known is not None and library is not None and how is not None:
+            library.add_rows_backward(known, bits, *how)
 
 
 _fast = functools.cache(_Fast)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,13 @@ def test_numbers_are_read_and_replaced() -> None:
 @needs_library
 def test_what_is_no_tensor_is_refused() -> None:
     """Not read as if it were one."""
-    with pytest.raises(TypeError, match="a parameter is a tensor, not int"):
+    with pytest.raises(TypeError, match="must be a tensor, not int"):
         library.pointers([1])
     with pytest.raises(TypeError):
         library.versions(1)
+    with pytest.raises(TypeError, match="takes 3 arguments, given 1"):
+        library.linear(torch.ones(2))
+    assert len(library.bump([torch.ones(1)], b"123")) == 0
 
 
 @needs_library
@@ -190,6 +194,22 @@ def test_the_gradients_of_a_linear_layer_have_gradients() -> None:
         again = torch.autograd.grad(sum(slope.square().sum() for slope in slopes), given)
         found.append([*slopes, *again])
     assert all(map(torch.equal, *found))
+
+
+@needs_library
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of forward derivatives
+def test_a_derivative_of_the_slope_goes_through() -> None:
+    """Forward-mode, through backward."""
+    found = []
+    for linear in (library.linear, F.linear):
+        x, weight, bias = operands((2, 3, 5), torch.float32, (True, True, True), bias=True)
+        result = linear(x, weight, bias)
+        with torch.autograd.forward_ad.dual_level():
+            slope = torch.autograd.forward_ad.make_dual(torch.ones_like(result), torch.full_like(result, 2.0))
+            (gradient,) = torch.autograd.grad(result, x, slope)
+            found.append(torch.autograd.forward_ad.unpack_dual(gradient).tangent)
+    assert found[1] is not None
+    assert torch.equal(*found)
 
 
 @needs_library
@@ -280,6 +300,12 @@ REFUSED: dict[str, Callable[[list[Any]], Any]] = {
     "mixed dtypes": lambda given: library.linear(given[0].float(), *given[1:]),
     "a mixed bias": lambda given: library.linear(*given[:2], given[2].float()),
     "columns": lambda given: library.linear(given[0].mT.contiguous().mT, *given[1:]),
+    "one row of a wider tensor": lambda given: library.linear(given[0][:, :1].transpose(0, 1)[:, :1], *given[1:]),
+    "a weight of columns": lambda given: library.linear(given[0], given[1].t().contiguous().t(), given[2]),
+    "every second bias": lambda given: library.linear(*given[:2], given[2].repeat_interleave(2)[::2]),
+    "one value": lambda given: library.linear(
+        given[0][:1, :1, :1].contiguous(), given[1][:, :1].contiguous(), given[2]
+    ),
     "nothing": lambda given: library.linear(given[0][:0], *given[1:]),
     "other sizes": lambda given: library.linear(given[0][..., :2].contiguous(), *given[1:]),
     "hooks on what is saved": under(lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
@@ -323,9 +349,11 @@ def test_layers_of_a_converted_model_use_it(policy: CastPolicy, monkeypatch: pyt
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nothing was made or loaded, and what is made is kept in a place of its own."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    native.native.cache_clear()
+    native._native.cache_clear()
     yield tmp_path
-    native.native.cache_clear()
+    native._native.cache_clear()
+    if library is not None:
+        sys.modules[native.NAME] = library
 
 
 @pytest.mark.parametrize("named", ["no-such-compiler", "false"])
@@ -350,6 +378,28 @@ def test_where_nothing_can_be_kept_python_does_it(
     with caplog.at_level(logging.INFO, logger="mixedopt"):
         assert native.native() is None
     assert "no library of C++" in caplog.text
+
+
+@needs_library
+@pytest.mark.parametrize("damage", ["cut", "empty", "unnoted"])
+def test_a_damaged_library_is_made_anew(damage: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To load it would end the process, each time."""
+    made: list[int] = []
+
+    def compile_(command: list[str], **options: Any) -> Any:
+        made.append(1)
+        Path(command[command.index("-o") + 1]).write_text("a library")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(native.subprocess, "run", compile_)
+    library = native._made()
+    if damage == "unnoted":
+        native._note(library).unlink()
+    else:
+        library.write_text("a lib" if damage == "cut" else "")
+    assert native._made() == library
+    assert library.read_text() == "a library"
+    assert len(made) == 2
 
 
 @needs_library

@@ -2,39 +2,22 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
+
+#include "objects.h"
 
 namespace mixedopt {
 
-using at::Tensor;
-
 constexpr auto CUDA = c10::DeviceType::CUDA;
-constexpr int64_t MOST = INT32_MAX;  // a count that a kernel is given
+constexpr int64_t MOST = INT32_MAX;  // programs of a launch, or a count that a kernel is given
 constexpr size_t MOST_ARGUMENTS = 64;
-constexpr size_t SCRATCH = 4;  // pointers that Triton may have added
+// After its own arguments a kernel of Triton takes pointers to scratch memory, by the version none, one or two. Ours use
+// no such memory, so they are null; and as the driver reads as many arguments as a kernel has, there may be more of them
+// than it takes.
+constexpr size_t SCRATCH = 4;
 constexpr auto KERNEL = "mixedopt.Kernel";
-
-struct Released {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Object = std::unique_ptr<PyObject, Released>;
-
-// Takes a reference that Python has just given.
-inline Object own(PyObject* object) {
-  if (!object) throw python_error();
-  return Object(object);
-}
-
-struct WithoutGil {
-  PyThreadState* state = PyEval_SaveThread();
-  ~WithoutGil() { PyEval_RestoreThread(state); }
-};
 
 // cuLaunchKernel: function, grid, block, shared bytes, stream, arguments, nothing; returns 0 if all is well.
 using Driver = int (*)(
@@ -43,29 +26,31 @@ using Driver = int (*)(
 struct Kernel {
   Driver driver;
   void* function;
+  c10::DeviceIndex device;
   unsigned threads, shared;
   std::string takes;  // a letter for each argument: * for a pointer, i for int32, f for fp32
 
-  // Launch on the current stream of the current device. The driver reads as many arguments as the kernel has, so the
-  // pointers to scratch memory, of which ours use none, may be too many.
+  // Launch on the current stream of the kernel's device. Needs no GIL.
   void launch(int64_t programs, void** given) const {
     if (!programs) return;  // the driver takes none for a mistake
+    TORCH_CHECK(programs > 0 && programs <= MOST, "a launch has at most ", MOST, " programs, not ", programs);
     const c10::impl::VirtualGuardImpl guard(CUDA);
-    void* stream = guard.getStream(guard.getDevice()).native_handle();
+    void* stream = guard.getStream(c10::Device(CUDA, device)).native_handle();
     const int code =
         driver(function, static_cast<unsigned>(programs), 1, 1, threads, 1, 1, shared, stream, given, nullptr);
-    TORCH_CHECK(code == 0, "the driver launched no kernel: CUDA error ", code);
+    TORCH_CHECK(code == 0, "cuLaunchKernel: CUDA error ", code, ". An earlier kernel may have failed.");
   }
 
   template <class... Args>
   void operator()(int64_t programs, Args... args) const {
     void* nothing = nullptr;
     void* given[] = {&args..., &nothing, &nothing, &nothing, &nothing};
+    static_assert(SCRATCH == 4, "as many as stand there");
     launch(programs, given);
   }
 };
 
-inline void* place(const Tensor& tensor) { return tensor.data_ptr(); }
+inline void* pointer_of(const Tensor& tensor) { return tensor.data_ptr(); }
 
 inline bool is_aligned(const void* pointer) { return !(reinterpret_cast<uintptr_t>(pointer) & 15); }
 
@@ -74,28 +59,28 @@ inline bool lies_well(const Tensor& tensor, c10::Device device) {
   return tensor.device() == device && tensor.is_contiguous() && is_aligned(tensor.const_data_ptr());
 }
 
-inline const Kernel& kernel_of(PyObject* capsule) {
-  auto* kernel = static_cast<Kernel*>(PyCapsule_GetPointer(capsule, KERNEL));
-  if (!kernel) throw python_error();
-  return *kernel;
-}
+inline const Kernel& kernel_of(PyObject* capsule) { return held_by<Kernel>(capsule, KERNEL); }
 
-// kernel(driver, function, threads, shared, takes): a capsule. It lives as long as the process, as Triton's own do.
+// kernel(driver, function, device, threads, shared, takes): a capsule. It lives as long as the process, as Triton's do.
 inline PyObject* kernel(PyObject*, PyObject* args) {
   unsigned long long driver, function;
+  int device;
   unsigned threads, shared;
   const char* takes;
-  if (!PyArg_ParseTuple(args, "KKIIs", &driver, &function, &threads, &shared, &takes)) return nullptr;
-  auto* made = new Kernel{reinterpret_cast<Driver>(driver), reinterpret_cast<void*>(function), threads, shared, takes};
+  if (!PyArg_ParseTuple(args, "KKiIIs", &driver, &function, &device, &threads, &shared, &takes)) return nullptr;
+  auto* made = new Kernel{reinterpret_cast<Driver>(driver), reinterpret_cast<void*>(function),
+                          static_cast<c10::DeviceIndex>(device), threads, shared, takes};
   return PyCapsule_New(made, KERNEL, nullptr);
 }
 
-// launch(kernel, programs, tensors, scalars): whether it was; not if a tensor begins at an odd place, or a count is
-// too large.
-inline PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t) {
+// launch(kernel, programs, tensors, scalars): whether it was; not if a tensor begins at an odd place, or a count is too
+// large.
+inline PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
+  check_count(number, 4);
   const Kernel& kernel = kernel_of(args[0]);
   const int64_t programs = PyLong_AsLongLong(args[1]);
+  if (PyErr_Occurred()) throw python_error();
   const Object tensors = own(PySequence_Fast(args[2], "tensors")), scalars = own(PySequence_Fast(args[3], "scalars"));
   union Slot {
     void* pointer;
@@ -110,22 +95,21 @@ inline PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t) {
     Slot& slot = slots[index];
     given[index] = &slot;
     if (index < pointers) {
-      PyObject* tensor = PySequence_Fast_GET_ITEM(tensors.get(), index);
-      TORCH_CHECK_TYPE(THPVariable_Check(tensor), "a kernel takes tensors, not ", Py_TYPE(tensor)->tp_name);
-      slot.pointer = place(THPVariable_Unpack(tensor));
+      slot.pointer = pointer_of(tensor_of(PySequence_Fast_GET_ITEM(tensors.get(), index)));
       if (!is_aligned(slot.pointer)) Py_RETURN_FALSE;
       continue;
     }
-    PyObject* number = PySequence_Fast_GET_ITEM(scalars.get(), index - pointers);
+    PyObject* scalar = PySequence_Fast_GET_ITEM(scalars.get(), index - pointers);
     if (kernel.takes[index] == 'f') {
-      slot.number = static_cast<float>(PyFloat_AsDouble(number));
+      slot.number = static_cast<float>(PyFloat_AsDouble(scalar));
     } else {
-      const int64_t count = PyLong_AsLongLong(number);
-      if (count != static_cast<int32_t>(count)) Py_RETURN_FALSE;
+      int beyond = 0;
+      const int64_t count = PyLong_AsLongLongAndOverflow(scalar, &beyond);
+      if (beyond || count != static_cast<int32_t>(count)) Py_RETURN_FALSE;
       slot.count = static_cast<int32_t>(count);
     }
+    if (PyErr_Occurred()) throw python_error();
   }
-  if (PyErr_Occurred()) throw python_error();
   Slot nothing{nullptr};
   for (size_t index = 0; index < SCRATCH; ++index) given[pointers + numbers + index] = &nothing;
   {

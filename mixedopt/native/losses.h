@@ -1,25 +1,13 @@
 // Cross entropy of half logits: the kernels of loss_kernels.py, launched and put into autograd's graph.
 //
-// As in norms.h, what is not the common case is left to Python.
+// What is not the common case is left to Python: cross_entropy() returns None, and a backward that is itself to be
+// differentiated calls a function of Python.
 #pragma once
 
-#include <atomic>
-#include <memory>
-#include <vector>
-
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
-#include "callback.h"
 #include "kernel.h"
-#include "plain.h"
+#include "node.h"
 
 namespace mixedopt {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 constexpr auto LOSSES = "mixedopt.Losses";
 
@@ -34,19 +22,19 @@ struct LossPlan {
   PyObject* python;  // (slope, x, target, stats, counted, 1) -> (dx,)
 };
 
-struct Losses {
-  std::vector<std::unique_ptr<LossPlan>> plans;
-};
+using Losses = std::vector<std::unique_ptr<LossPlan>>;
 
-// What a forward leaves for backward, in one piece of memory: two numbers a row, their losses, and how many count.
-struct Kept {
+// What a forward makes beside its result, in one piece of memory: two numbers a row, the rows' losses, how many count.
+struct Beside {
   Tensor memory;
   int64_t rows;
 
   static int64_t rounded(int64_t count) { return (count + 3) / 4 * 4; }  // so that each part begins at 16 bytes
-  static Kept make(const Tensor& x, int64_t rows) {
-    return {at::empty({rounded(2 * rows) + rounded(rows) + 4}, x.options().dtype(at::kFloat)), rows};
-  }
+  explicit Beside(const Tensor& x)
+      : memory(at::empty({rounded(2 * x.size(0)) + rounded(x.size(0)) + 4}, x.options().dtype(at::kFloat))),
+        rows(x.size(0)) {}
+  Beside(const Tensor& x, Tensor kept) : memory(std::move(kept)), rows(x.size(0)) {}
+
   float* stats() const { return memory.data_ptr<float>(); }
   float* losses() const { return stats() + rounded(2 * rows); }
   float* counted() const { return losses() + rounded(rows); }
@@ -55,54 +43,57 @@ struct Kept {
 };
 
 struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
-  static Tensor run(const Tensor& x, const Tensor& target, const LossPlan& plan, Kept& kept) {
-    kept = Kept::make(x, x.size(0));
+  static Tensor run(const Tensor& x, const Tensor& target, const LossPlan& plan, const Beside& beside) {
     const bool none = plan.reduction == "none";
-    Tensor result = at::empty(none ? at::IntArrayRef{kept.rows} : at::IntArrayRef{}, kept.memory.options());
-    void* losses = none ? place(result) : kept.losses();
-    plan.rows(kept.rows, place(x), place(target), losses, static_cast<void*>(kept.stats()));
-    plan.reduce(1, place(target), losses, none ? static_cast<void*>(kept.losses()) : place(result),
-                static_cast<void*>(kept.counted()), static_cast<int32_t>(kept.rows));
+    const Tensor result = at::empty(none ? at::IntArrayRef{beside.rows} : at::IntArrayRef{}, beside.memory.options());
+    void* of_rows = none ? pointer_of(result) : beside.losses();
+    void* reduced = none ? beside.losses() : pointer_of(result);  // that of "none" nobody reads
+    plan.rows(beside.rows, pointer_of(x), pointer_of(target), of_rows, beside.stats());
+    plan.reduce(1, pointer_of(target), of_rows, reduced, beside.counted(), static_cast<int32_t>(beside.rows));
     return result;
   }
 
   static Tensor forward(AutogradContext* context, const Tensor& x, const Tensor& target, int64_t plan) {
-    Kept kept;
-    Tensor result = run(x, target, *reinterpret_cast<const LossPlan*>(plan), kept);
-    context->save_for_backward({x, target, kept.memory});
+    const Beside beside(x);
+    context->save_for_backward({x, target, beside.memory});
     context->saved_data["plan"] = plan;
-    return result;
+    return run(x, target, *reinterpret_cast<const LossPlan*>(plan), beside);
   }
 
   static variable_list backward(AutogradContext* context, variable_list slopes) {
     const auto& plan = *reinterpret_cast<const LossPlan*>(context->saved_data["plan"].toInt());
     const variable_list saved = context->get_saved_variables();
-    const Tensor &x = saved[0], &target = saved[1], &slope = slopes[0];
-    const Kept kept{saved[2], x.size(0)};
-    if (c10::GradMode::is_enabled() || !slope.is_contiguous() || !is_aligned(place(slope))) {
-      const auto found =
-          call_python(plan.python, {slope, x, target, kept.shown_stats(), kept.shown_counted()}, 1);
+    const Tensor &x = saved[0], &target = saved[1];
+    const Beside beside(x, saved[2]);
+    if (c10::GradMode::is_enabled() || !is_plain(slopes[0], true)) {
+      const auto found = call_python(
+          plan.python, {slopes[0], x, target, beside.shown_stats(), beside.shown_counted()}, 1);
       return {found.at(0), Tensor(), Tensor()};
     }
-    Tensor dx = at::empty_like(x);
-    plan.slope(kept.rows, place(slope), place(x), place(target), static_cast<void*>(kept.stats()),
-               static_cast<void*>(kept.counted()), place(dx));
+    Tensor slope = slopes[0].contiguous();
+    if (!is_aligned(pointer_of(slope))) slope = slope.clone();
+    const Tensor dx = at::empty_like(x);
+    plan.slope(beside.rows, pointer_of(slope), pointer_of(x), pointer_of(target), beside.stats(), beside.counted(),
+               pointer_of(dx));
     return {dx, Tensor(), Tensor()};
   }
 };
 
-inline Losses* losses_of(PyObject* capsule) {
-  auto* losses = static_cast<Losses*>(PyCapsule_GetPointer(capsule, LOSSES));
-  if (!losses) throw python_error();
-  return losses;
+inline const LossPlan* find(const Losses& losses, const Tensor& x, int64_t ignored, const std::string& reduction) {
+  for (const auto& plan : losses) {
+    if (plan->device == x.get_device() && plan->dtype == x.scalar_type() && plan->size == x.size(1) &&
+        plan->ignored == ignored && plan->reduction == reduction) {
+      return plan.get();
+    }
+  }
+  return nullptr;
 }
 
 // cross_entropy(losses, x, target, ignored, reduction): the loss, or None if this is a case for Python.
-inline PyObject* cross_entropy(PyObject*, PyObject* const* args, Py_ssize_t) {
+inline PyObject* cross_entropy(PyObject*, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
-  if (!THPVariable_CheckExact(args[1]) || !THPVariable_CheckExact(args[2]) || !PyUnicode_Check(args[4])) {
-    Py_RETURN_NONE;
-  }
+  check_count(number, 5);
+  if (!THPVariable_CheckExact(args[1]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
   const Tensor &x = THPVariable_Unpack(args[1]), &target = THPVariable_Unpack(args[2]);
   if (!x.is_cuda() || !is_plain(x, true) || !is_plain(target, true) || saves_by_hooks()) Py_RETURN_NONE;
   const auto local = c10::impl::VirtualGuardImpl(CUDA).getDevice();
@@ -111,30 +102,22 @@ inline PyObject* cross_entropy(PyObject*, PyObject* const* args, Py_ssize_t) {
                     lies_well(target, local);
   if (!fits) Py_RETURN_NONE;
   const int64_t ignored = PyLong_AsLongLong(args[3]);
-  const char* reduction = PyUnicode_AsUTF8(args[4]);
-  if (PyErr_Occurred()) return PyErr_Clear(), Py_NewRef(Py_None);
-  for (const auto& plan : losses_of(args[0])->plans) {
-    if (plan->device != local.index() || plan->dtype != x.scalar_type() || plan->size != x.size(1) ||
-        plan->ignored != ignored || plan->reduction != reduction) {
-      continue;
-    }
-    Tensor loss;
-    {
-      const WithoutGil no_gil;
-      Kept kept;
-      const bool graph = c10::GradMode::is_enabled() && x.requires_grad();
-      loss = graph ? CrossEntropy::apply(x, target, reinterpret_cast<int64_t>(plan.get()))
-                   : CrossEntropy::run(x, target, *plan, kept);
-    }
-    return THPVariable_Wrap(std::move(loss));
+  const char* reduction = PyUnicode_Check(args[4]) ? PyUnicode_AsUTF8(args[4]) : nullptr;
+  if (PyErr_Occurred() || !reduction) return leave();
+  const LossPlan* plan = find(held_by<Losses>(args[0], LOSSES), x, ignored, reduction);
+  if (!plan) Py_RETURN_NONE;
+  Tensor loss;
+  {
+    const WithoutGil no_gil;
+    loss = needs_node(x) ? CrossEntropy::apply(x, target, reinterpret_cast<int64_t>(plan))
+                         : CrossEntropy::run(x, target, *plan, Beside(x));
   }
-  Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(loss));
   END_HANDLE_TH_ERRORS
 }
 
-inline PyObject* new_losses(PyObject*, PyObject*) {
-  return PyCapsule_New(new Losses, LOSSES, nullptr);  // for ever, as its plans are
-}
+// losses(): a place for plans, for ever, as they are.
+inline PyObject* new_losses(PyObject*, PyObject*) { return PyCapsule_New(new Losses, LOSSES, nullptr); }
 
 // add_loss(losses, device, is_bf16, size, ignored, reduction, kernels of rows, sum and slope, python)
 inline PyObject* add_loss(PyObject*, PyObject* args) {
@@ -147,7 +130,7 @@ inline PyObject* add_loss(PyObject*, PyObject* args) {
                         &slope, &python)) {
     return nullptr;
   }
-  losses_of(losses)->plans.push_back(std::unique_ptr<LossPlan>(
+  held_by<Losses>(losses, LOSSES).push_back(std::unique_ptr<LossPlan>(
       new LossPlan{static_cast<c10::DeviceIndex>(device), brain ? at::kBFloat16 : at::kHalf, size, ignored, reduction,
                    kernel_of(rows), kernel_of(reduce), kernel_of(slope), Py_NewRef(python)}));
   Py_RETURN_NONE;

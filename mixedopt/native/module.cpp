@@ -15,7 +15,7 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 PyMethodDef METHODS[] = {
     {"kernel", mixedopt::kernel, METH_VARARGS, nullptr},
     {"launch", fast(mixedopt::launch), METH_FASTCALL, nullptr},
-    {"plans", mixedopt::new_plans, METH_NOARGS, nullptr},
+    {"rows", mixedopt::new_rows, METH_NOARGS, nullptr},
     {"add_rows", mixedopt::add_rows, METH_VARARGS, nullptr},
     {"add_rows_backward", mixedopt::add_rows_backward, METH_VARARGS, nullptr},
     {"row_norm", fast(mixedopt::row_norm), METH_FASTCALL, nullptr},

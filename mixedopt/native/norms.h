@@ -8,24 +8,17 @@
 #include <array>
 #include <atomic>
 #include <limits>
-#include <optional>
-#include <vector>
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/grad_mode.h>
-
-#include "callback.h"
 #include "kernel.h"
-#include "plain.h"
+#include "node.h"
 
 namespace mixedopt {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+constexpr auto ROWS = "mixedopt.Rows";
+constexpr auto ROW_PLAN = "mixedopt.RowPlan";
+// Which gradients are wanted.
+enum Needs : unsigned { INPUT = 1, WEIGHT = 2, BIAS = 4 };
 
-constexpr auto PLANS = "mixedopt.Plans";
 struct RowBackward {
   Kernel launch, sum;
   int64_t tile, most;
@@ -43,13 +36,10 @@ struct RowPlan {
   Kernel launch;
   int64_t tile;
   PyObject* python;  // (dy, x, weight, needs) -> gradients of x, weight and bias
-  // By what is needed: 1 for x, 2 for weight, 4 for bias. Autograd's threads read while Python may add.
-  std::array<std::atomic<const RowBackward*>, 8> backward;
+  std::array<std::atomic<const RowBackward*>, 8> backward;  // by needs; autograd's threads read while Python may add
 };
 
-struct Plans {
-  std::vector<std::unique_ptr<RowPlan>> rows;
-};
+using Rows = std::vector<std::unique_ptr<RowPlan>>;
 
 inline bool ends_in(const Tensor& x, at::IntArrayRef shape) {
   return static_cast<size_t>(x.dim()) >= shape.size() && x.sizes().slice(x.dim() - shape.size()).equals(shape);
@@ -59,8 +49,9 @@ struct RowNorm : torch::autograd::Function<RowNorm> {
   static Tensor run(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const RowPlan& plan) {
     Tensor y = at::empty_like(x);
     const int64_t rows = x.numel() / plan.size;
-    plan.launch((rows + plan.tile - 1) / plan.tile, place(x), place(weight), place(bias ? *bias : weight), place(y),
-                static_cast<int32_t>(rows), static_cast<float>(plan.eps));
+    plan.launch((rows + plan.tile - 1) / plan.tile, pointer_of(x), pointer_of(weight),
+                pointer_of(bias ? *bias : weight), pointer_of(y), static_cast<int32_t>(rows),
+                static_cast<float>(plan.eps));
     return y;
   }
 
@@ -74,15 +65,21 @@ struct RowNorm : torch::autograd::Function<RowNorm> {
   static variable_list backward(AutogradContext* context, variable_list slopes) {
     const auto& plan = *reinterpret_cast<const RowPlan*>(context->saved_data["plan"].toInt());
     const variable_list saved = context->get_saved_variables();
-    const Tensor &x = saved[0], &weight = saved[1], &dy = slopes[0];
-    const unsigned needs = context->needs_input_grad(0) | context->needs_input_grad(1) << 1 |
-                           (plan.bias && context->needs_input_grad(2)) << 2;
+    const Tensor &x = saved[0], &weight = saved[1];
+    unsigned needs = context->needs_input_grad(0) ? INPUT : 0;
+    if (context->needs_input_grad(1)) needs |= WEIGHT;
+    if (plan.bias && context->needs_input_grad(2)) needs |= BIAS;
     variable_list gradients;
     const RowBackward* known = plan.backward[needs];
-    if (known && !c10::GradMode::is_enabled() && dy.scalar_type() == plan.dtype && lies_well(dy, x.device())) {
+    const bool fits = is_plain(slopes[0], true) && slopes[0].scalar_type() == plan.dtype &&
+                      x.scalar_type() == plan.dtype && lies_well(x, slopes[0].device()) &&
+                      lies_well(weight, slopes[0].device());  // hooks on saved tensors may have changed them
+    if (known && fits && !c10::GradMode::is_enabled()) {
+      Tensor dy = slopes[0].contiguous();
+      if (!is_aligned(pointer_of(dy))) dy = dy.clone();
       gradients = launched(plan, *known, dy, x, weight, needs);
     } else {
-      gradients = call_python(plan.python, {dy, x, weight}, needs);
+      gradients = call_python(plan.python, {slopes[0], x, weight}, needs);
     }
     gradients.resize(4);  // the plan has none
     return gradients;
@@ -92,25 +89,25 @@ struct RowNorm : torch::autograd::Function<RowNorm> {
                                 const Tensor& weight, unsigned needs) {
     const int64_t rows = x.numel() / plan.size;
     const int64_t programs = std::min((rows + kernels.tile - 1) / kernels.tile, kernels.most);
-    const int64_t width = plan.size * ((needs >> 1 & 1) + (needs >> 2 & 1));
-    Tensor dx = needs & 1 ? at::empty_like(x) : Tensor(), dweight = needs & 2 ? at::empty_like(weight) : Tensor(),
-           dbias = needs & 4 ? at::empty_like(weight) : Tensor();
+    const int64_t width = plan.size * ((needs & WEIGHT ? 1 : 0) + (needs & BIAS ? 1 : 0));
+    const Tensor dx = needs & INPUT ? at::empty_like(x) : Tensor();
+    const Tensor dweight = needs & WEIGHT ? at::empty_like(weight) : Tensor();
+    const Tensor dbias = needs & BIAS ? at::empty_like(weight) : Tensor();
     const Tensor partial = width ? at::empty({programs * width}, weight.options()) : weight;
-    kernels.launch(programs, place(dy), place(x), place(weight), place(dx.defined() ? dx : x), place(partial),
-                   static_cast<int32_t>(rows), static_cast<float>(plan.eps));
+    kernels.launch(programs, pointer_of(dy), pointer_of(x), pointer_of(weight), pointer_of(dx.defined() ? dx : x),
+                   pointer_of(partial), static_cast<int32_t>(rows), static_cast<float>(plan.eps));
     if (width) {
       const Tensor &first = dweight.defined() ? dweight : dbias, &second = dbias.defined() ? dbias : dweight;
-      kernels.sum((width + 31) / 32, place(partial), place(first), place(second), static_cast<int32_t>(programs));
+      kernels.sum((width + 31) / 32, pointer_of(partial), pointer_of(first), pointer_of(second),
+                  static_cast<int32_t>(programs));
     }
     return {dx, dweight, dbias};
   }
 };
 
-inline Plans* plans_of(PyObject* capsule) { return static_cast<Plans*>(PyCapsule_GetPointer(capsule, PLANS)); }
-
 inline const RowPlan* find(
-    const Plans& plans, const Tensor& x, at::IntArrayRef shape, double eps, bool centred, bool bias) {
-  for (const auto& plan : plans.rows) {
+    const Rows& rows, const Tensor& x, at::IntArrayRef shape, double eps, bool centred, bool bias) {
+  for (const auto& plan : rows) {
     if (plan->device == x.get_device() && plan->dtype == x.scalar_type() && shape.equals(plan->shape) &&
         plan->eps == eps && plan->centred == centred && plan->bias == bias) {
       return plan.get();
@@ -119,22 +116,22 @@ inline const RowPlan* find(
   return nullptr;
 }
 
-// True iff the sizes of a tuple, list or torch.Size are these.
+// True iff these are the sizes of a tuple, which torch.Size is, or of a list.
 inline bool says(PyObject* shape, at::IntArrayRef sizes) {
-  const Object items(PySequence_Fast(shape, "a shape is a sequence"));
-  if (!items || PySequence_Fast_GET_SIZE(items.get()) != static_cast<Py_ssize_t>(sizes.size())) {
-    return PyErr_Clear(), false;
-  }
+  if (!PyTuple_Check(shape) && !PyList_Check(shape)) return false;
+  if (PySequence_Fast_GET_SIZE(shape) != static_cast<Py_ssize_t>(sizes.size())) return false;
   for (size_t index = 0; index < sizes.size(); ++index) {
-    PyObject* size = PySequence_Fast_GET_ITEM(items.get(), index);
-    if (!PyLong_CheckExact(size) || PyLong_AsLongLong(size) != sizes[index]) return PyErr_Clear(), false;
+    PyObject* size = PySequence_Fast_GET_ITEM(shape, index);
+    int beyond = 0;
+    if (!PyLong_CheckExact(size) || PyLong_AsLongLongAndOverflow(size, &beyond) != sizes[index]) return false;
   }
   return true;
 }
 
-// row_norm(plans, x, shape, weight, bias, eps, centred): the result, or None if this is a case for Python.
-inline PyObject* row_norm(PyObject*, PyObject* const* args, Py_ssize_t) {
+// row_norm(rows, x, shape, weight, bias, eps, centred): the result, or None if this is a case for Python.
+inline PyObject* row_norm(PyObject*, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
+  check_count(number, 7);
   const bool has_bias = args[4] != Py_None, centred = args[6] == Py_True;
   if (!THPVariable_CheckExact(args[1]) || !THPVariable_CheckExact(args[3]) ||
       (has_bias && !THPVariable_CheckExact(args[4]))) {
@@ -142,44 +139,41 @@ inline PyObject* row_norm(PyObject*, PyObject* const* args, Py_ssize_t) {
   }
   const Tensor &x = THPVariable_Unpack(args[1]), &weight = THPVariable_Unpack(args[3]);
   const std::optional<Tensor> bias = has_bias ? std::optional(THPVariable_Unpack(args[4])) : std::nullopt;
-  if (!x.is_cuda() || !is_plain(x, true)) Py_RETURN_NONE;
-  const auto shape = weight.sizes();
+  const bool plain = x.is_cuda() && is_plain(x, true) && is_plain(weight, true) && (!bias || is_plain(*bias, true));
+  if (!plain || !says(args[2], weight.sizes())) Py_RETURN_NONE;
   double eps = std::numeric_limits<float>::epsilon();  // what None means to an RMSNorm
   if (args[5] != Py_None || centred) eps = PyFloat_AsDouble(args[5]);
-  if (PyErr_Occurred()) return PyErr_Clear(), Py_NewRef(Py_None);
+  if (PyErr_Occurred()) return leave();
+  const RowPlan* plan = find(held_by<Rows>(args[0], ROWS), x, weight.sizes(), eps, centred, has_bias);
   const auto local = c10::impl::VirtualGuardImpl(CUDA).getDevice();
-  if (x.device() != local || !says(args[2], shape) || !lies_well(x, local)) Py_RETURN_NONE;
-  const RowPlan* plan = find(*plans_of(args[0]), x, shape, eps, centred, has_bias);
-  if (!plan || !x.numel() || x.numel() / plan->size > MOST || !ends_in(x, shape)) Py_RETURN_NONE;
+  if (!plan || !lies_well(x, local) || !ends_in(x, weight.sizes()) || !x.numel() || x.numel() / plan->size > MOST) {
+    Py_RETURN_NONE;
+  }
   for (const Tensor* each : {&weight, bias ? &*bias : &weight}) {
-    if (each->scalar_type() != at::kFloat || !each->sizes().equals(shape) || !lies_well(*each, local) ||
-        !is_plain(*each, true)) {
-      Py_RETURN_NONE;
-    }
+    const bool fits = each->scalar_type() == at::kFloat && each->sizes().equals(weight.sizes());
+    if (!fits || !lies_well(*each, local)) Py_RETURN_NONE;
   }
   Tensor y;
   {
     const WithoutGil no_gil;
-    const bool graph = c10::GradMode::is_enabled() &&
-                       (x.requires_grad() || weight.requires_grad() || (bias && bias->requires_grad()));
-    y = graph ? RowNorm::apply(x, weight, bias, reinterpret_cast<int64_t>(plan)) : RowNorm::run(x, weight, bias, *plan);
+    y = needs_node(x, weight, bias) ? RowNorm::apply(x, weight, bias, reinterpret_cast<int64_t>(plan))
+                                    : RowNorm::run(x, weight, bias, *plan);
   }
   return THPVariable_Wrap(std::move(y));
   END_HANDLE_TH_ERRORS
 }
 
-inline PyObject* new_plans(PyObject*, PyObject*) {
-  return PyCapsule_New(new Plans, PLANS, nullptr);  // for ever, as its plans are
-}
+// rows(): a place for plans, for ever, as they are.
+inline PyObject* new_rows(PyObject*, PyObject*) { return PyCapsule_New(new Rows, ROWS, nullptr); }
 
-// add_rows(plans, device, is_bf16, shape, eps, centred, bias, kernel, tile, python) -> number
+// add_rows(rows, device, is_bf16, shape, eps, centred, bias, kernel, tile, python): a capsule of the plan
 inline PyObject* add_rows(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *plans, *shape, *kernel, *python;
+  PyObject *rows, *shape, *kernel, *python;
   int device, brain, centred, bias;
   long long tile;
   double eps;
-  if (!PyArg_ParseTuple(args, "OipO!dppOLO", &plans, &device, &brain, &PyTuple_Type, &shape, &eps, &centred, &bias,
+  if (!PyArg_ParseTuple(args, "OipO!dppOLO", &rows, &device, &brain, &PyTuple_Type, &shape, &eps, &centred, &bias,
                         &kernel, &tile, &python)) {
     return nullptr;
   }
@@ -191,25 +185,27 @@ inline PyObject* add_rows(PyObject*, PyObject* args) {
     plan->shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(shape, index)));
     plan->size *= plan->shape.back();
   }
+  if (PyErr_Occurred()) throw python_error();
   plan->eps = eps, plan->centred = centred, plan->bias = bias;
   plan->launch = kernel_of(kernel), plan->tile = tile;
   plan->python = Py_NewRef(python);
-  auto& rows = plans_of(plans)->rows;
-  rows.push_back(std::move(plan));
-  return PyLong_FromSize_t(rows.size() - 1);
+  auto& known = held_by<Rows>(rows, ROWS);
+  known.push_back(std::move(plan));
+  return PyCapsule_New(known.back().get(), ROW_PLAN, nullptr);
   END_HANDLE_TH_ERRORS
 }
 
-// add_rows_backward(plans, number, needs, kernel, kernel of the sums or None, tile, most)
+// add_rows_backward(plan, needs, kernel, kernel of the sums or None, tile, most); what is there already stays.
 inline PyObject* add_rows_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *plans, *kernel, *sum;
-  Py_ssize_t number;
+  PyObject *plan, *kernel, *sum;
   int needs;
   long long tile, most;
-  if (!PyArg_ParseTuple(args, "OniOOLL", &plans, &number, &needs, &kernel, &sum, &tile, &most)) return nullptr;
-  plans_of(plans)->rows.at(number)->backward.at(needs) =
-      new RowBackward{kernel_of(kernel), sum == Py_None ? Kernel{} : kernel_of(sum), tile, most};
+  if (!PyArg_ParseTuple(args, "OiOOLL", &plan, &needs, &kernel, &sum, &tile, &most)) return nullptr;
+  auto made = std::make_unique<RowBackward>(
+      RowBackward{kernel_of(kernel), sum == Py_None ? Kernel{} : kernel_of(sum), tile, most});
+  const RowBackward* none = nullptr;
+  if (held_by<RowPlan>(plan, ROW_PLAN).backward.at(needs).compare_exchange_strong(none, made.get())) made.release();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

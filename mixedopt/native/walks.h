@@ -4,10 +4,11 @@
 // function means, and does the same in Python.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "kernel.h"
+#include "objects.h"
 
 namespace mixedopt {
 
@@ -19,9 +20,7 @@ void for_each(PyObject* params, Visit visit) {
   const Object items = own(PySequence_Fast(params, "parameters are a list"));
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.get());
   for (Py_ssize_t index = 0; index < size; ++index) {
-    PyObject* item = PySequence_Fast_GET_ITEM(items.get(), index);
-    TORCH_CHECK_TYPE(THPVariable_Check(item), "a parameter is a tensor, not ", Py_TYPE(item)->tp_name);
-    visit(THPVariable_Unpack(item));
+    visit(tensor_of(PySequence_Fast_GET_ITEM(items.get(), index)));
   }
 }
 
@@ -79,14 +78,15 @@ inline PyObject* take(PyObject*, PyObject* params) {
   END_HANDLE_TH_ERRORS
 }
 
-inline PyObject* bump(PyObject*, PyObject* const* args, Py_ssize_t) {
+inline PyObject* bump(PyObject*, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
-  for_each(args[0], [](const Tensor& param) { param.unsafeGetTensorImpl()->bump_version(); });
+  check_count(number, 2);
   char* bytes;
   Py_ssize_t size;
   if (PyBytes_AsStringAndSize(args[1], &bytes, &size) < 0) throw python_error();
   std::vector<int64_t> versions(size / sizeof(int64_t));
-  std::memcpy(versions.data(), bytes, size);
+  if (size) std::memcpy(versions.data(), bytes, versions.size() * sizeof(int64_t));
+  for_each(args[0], [](const Tensor& param) { param.unsafeGetTensorImpl()->bump_version(); });
   for (int64_t& version : versions) ++version;
   return bytes_of(versions);
   END_HANDLE_TH_ERRORS
