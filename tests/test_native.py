@@ -114,6 +114,27 @@ def test_what_is_no_tensor_is_refused() -> None:
 
 
 @needs_library
+def test_a_launch_that_does_not_fit_is_refused() -> None:
+    """Before the driver hears of it; what cannot be launched this way is left to Triton."""
+    kernel = library.kernel(1, 1, 0, 32, 0, "*if")
+    x = torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"a kernel takes \*if, given 1 tensors and 0 numbers"):
+        library.launch(kernel, 1, [x], [])
+    with pytest.raises(RuntimeError, match="a launch of -1 programs"):
+        library.launch(kernel, -1, [x], [1, 1.0])
+    with pytest.raises(TypeError):
+        library.launch(kernel, 1, [x], ["a", 1.0])
+    with pytest.raises(TypeError, match="must be a tensor, not str"):
+        library.launch(kernel, 1, ["a"], [1, 1.0])
+    with pytest.raises(ValueError, match="PyCapsule"):
+        library.launch(library.rows(), 1, [x], [1, 1.0])
+    assert library.launch(kernel, 1, [x[1:]], [1, 1.0]) is False
+    assert library.launch(kernel, 1, [x], [2**40, 1.0]) is False
+    assert library.launch(kernel, 1, [x], [2**70, 1.0]) is False
+    assert library.launch(kernel, 0, [x], [1, 1.0]) is True
+
+
+@needs_library
 @pytest.mark.parametrize("tier", ["eager", "compiled"])
 def test_a_training_walked_by_cxx_is_the_same(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, through an overflow, an absent gradient and an edited weight."""

@@ -33,12 +33,12 @@ struct Kernel {
   // Launch on the current stream of the kernel's device. Needs no GIL.
   void launch(int64_t programs, void** given) const {
     if (!programs) return;  // the driver takes none for a mistake
-    TORCH_CHECK(programs > 0 && programs <= MOST, "a launch has at most ", MOST, " programs, not ", programs);
+    TORCH_CHECK(programs > 0 && programs <= MOST, "a launch of " + to_string(programs) + " programs");
     const c10::impl::VirtualGuardImpl guard(CUDA);
     void* stream = guard.getStream(c10::Device(CUDA, device)).native_handle();
     const int code =
         driver(function, static_cast<unsigned>(programs), 1, 1, threads, 1, 1, shared, stream, given, nullptr);
-    TORCH_CHECK(code == 0, "cuLaunchKernel: CUDA error ", code, ". An earlier kernel may have failed.");
+    TORCH_CHECK(code == 0, "cuLaunchKernel: CUDA error " + to_string(code) + ". An earlier kernel may have failed.");
   }
 
   template <class... Args>
@@ -89,8 +89,9 @@ inline PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t number) {
   } slots[MOST_ARGUMENTS];
   void* given[MOST_ARGUMENTS + SCRATCH];
   const size_t pointers = PySequence_Fast_GET_SIZE(tensors.get()), numbers = PySequence_Fast_GET_SIZE(scalars.get());
-  TORCH_CHECK(pointers + numbers == kernel.takes.size() && pointers + numbers <= MOST_ARGUMENTS, "a kernel takes ",
-              kernel.takes, ", given ", pointers, " tensors and ", numbers, " numbers");
+  TORCH_CHECK(pointers + numbers == kernel.takes.size() && pointers + numbers <= MOST_ARGUMENTS,
+              "a kernel takes " + kernel.takes + ", given " + to_string(pointers) + " tensors and " +
+                  to_string(numbers) + " numbers");
   for (size_t index = 0; index < pointers + numbers; ++index) {
     Slot& slot = slots[index];
     given[index] = &slot;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -33,12 +34,16 @@ struct WithoutGil {
   ~WithoutGil() { PyEval_RestoreThread(state); }
 };
 
+// A message is made a string here: where it was left to torch's macros, whose streams format the numbers, one machine
+// (GCC 13) ended the process instead of raising.
+using std::to_string;
+
 inline void check_count(Py_ssize_t given, Py_ssize_t wanted) {
-  TORCH_CHECK_TYPE(given == wanted, "takes ", wanted, " arguments, given ", given);
+  TORCH_CHECK_TYPE(given == wanted, "takes " + to_string(wanted) + " arguments, given " + to_string(given));
 }
 
 inline const Tensor& tensor_of(PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), "must be a tensor, not ", Py_TYPE(object)->tp_name);
+  TORCH_CHECK_TYPE(THPVariable_Check(object), std::string("must be a tensor, not ") + Py_TYPE(object)->tp_name);
   return THPVariable_Unpack(object);
 }
 
