@@ -5,6 +5,7 @@ Imported by the rooms that hold kernels, for CUDA tensors only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -66,7 +67,8 @@ class Launcher:
         compiled = self.kernel[(programs,)](*tensors, *scalars, *self.constants, num_warps=self.warps)
         if not bits & 15:
             self._run = compiled.run, compiled.function, compiled.packed_metadata
-            self._learn_(compiled)
+            with contextlib.suppress(AttributeError, KeyError, OSError):  # another Triton tells other things
+                self._learn_(compiled)
 
     def _learn_(self, compiled: Any) -> None:
         """Hand over to C++ a kernel that asks for nothing special."""

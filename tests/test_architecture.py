@@ -376,6 +376,16 @@ def test_files_stay_within_their_budget(file: Path) -> None:
     assert lines <= FILE_BUDGET, f"{file.name} has {lines} lines"
 
 
+@pytest.mark.parametrize("file", sorted((LIBRARY / "native").glob("*.[ch]*")), ids=lambda file: file.name)
+def test_sources_of_cxx_stay_within_their_budget(file: Path) -> None:
+    """As those of Python: their lines too, which no linter reads; each header is included once."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= FILE_BUDGET
+    assert max(map(len, lines)) <= 120
+    assert lines[0].startswith("// "), "says what it is for"
+    assert file.suffix == ".cpp" or "#pragma once" in lines
+
+
 @pytest.mark.parametrize("file", FILES, ids=room)
 def test_functions_stay_within_their_budget(file: Path) -> None:
     """No function is longer than its budget, its docstring left out."""

@@ -13,9 +13,9 @@ namespace mixedopt {
 constexpr auto CUDA = c10::DeviceType::CUDA;
 constexpr int64_t MOST = INT32_MAX;  // programs of a launch, or a count that a kernel is given
 constexpr size_t MOST_ARGUMENTS = 64;
-// After its own arguments a kernel of Triton takes pointers to scratch memory, by the version none, one or two. Ours use
-// no such memory, so they are null; and as the driver reads as many arguments as a kernel has, there may be more of them
-// than it takes.
+// After its own arguments a kernel of Triton takes pointers to scratch memory: by the version none, one or two. Ours
+// use no such memory, so they are null; and as the driver reads as many arguments as a kernel has, there may be more
+// of them than it takes.
 constexpr size_t SCRATCH = 4;
 constexpr auto KERNEL = "mixedopt.Kernel";
 
@@ -38,7 +38,7 @@ struct Kernel {
     void* stream = guard.getStream(c10::Device(CUDA, device)).native_handle();
     const int code =
         driver(function, static_cast<unsigned>(programs), 1, 1, threads, 1, 1, shared, stream, given, nullptr);
-    TORCH_CHECK(code == 0, "cuLaunchKernel: CUDA error " + to_string(code) + ". An earlier kernel may have failed.");
+    TORCH_CHECK(!code, "cuLaunchKernel: CUDA error " + to_string(code) + ". An earlier kernel may have failed.");
   }
 
   template <class... Args>
