@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,6 +64,10 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, state: str, edits: int
         max_size=6,
     )
 )
+@example([((2, 3), torch.float16, "strided", 0)])
+@example([((2, 3), torch.float32, "sparse", 1)])
+@example([((3,), torch.float16, "plain", 0), ((3,), torch.float16, "absent", 0)])
+@example([((0,), torch.bfloat16, "plain", 2), ((2, 1, 3, 2), torch.float16, "plain", 0)])
 def test_walks_of_cxx_find_what_those_of_python_find(specs: list[tuple[Any, ...]]) -> None:
     """Places, versions and gradients; after a bump, and after the gradients were taken."""
     params = [parameter(*spec) for spec in specs]
