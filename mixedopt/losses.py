@@ -120,12 +120,11 @@ def _slope_of(
     how: tuple[int, str], slope: Tensor, x: Tensor, target: Tensor, stats: Tensor, counted: Tensor, bits: int = 1
 ) -> tuple[Tensor]:
     """Return the gradient of the logits. C++ passes which gradients are wanted, and there is but one."""
+    if torch.is_grad_enabled():  # create_graph: the gradient is itself differentiated
+        loss = _plain(x, target, *how)
+        return torch.autograd.grad(loss, x, slope, create_graph=True)  # type: ignore[return-value]
     from mixedopt import loss_kernels
 
-    if torch.is_grad_enabled():  # create_graph: the gradient is itself differentiated
-        with torch.enable_grad():
-            loss = _plain(x, target, *how)
-        return torch.autograd.grad(loss, x, slope, create_graph=True)  # type: ignore[return-value]
     # Autograd has made the device of x the current one.
     return (loss_kernels.loss_backward(slope, x, target, stats, counted, *how),)
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,12 @@ def test_layers_of_a_converted_model_use_it(policy: CastPolicy, monkeypatch: pyt
 
 
 # -- the library itself ----------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_library_where_there_can_be_one() -> None:
+    """Else all of this would be skipped when a change to its sources does not compile."""
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    assert (library is not None) == bool(cxx.compilers() and headers)
 
 
 @pytest.fixture

@@ -10,7 +10,15 @@
 
 namespace mixedopt {
 
-constexpr auto CUDA = c10::DeviceType::CUDA;
+#ifdef MIXEDOPT_ON_CPU  // for tests: all else is the same, with a driver of theirs, which knows no streams
+constexpr auto DEVICE = c10::DeviceType::CPU;
+inline void* current_stream(c10::DeviceIndex) { return nullptr; }
+#else
+constexpr auto DEVICE = c10::DeviceType::CUDA;
+inline void* current_stream(c10::DeviceIndex device) {
+  return c10::impl::VirtualGuardImpl(DEVICE).getStream(c10::Device(DEVICE, device)).native_handle();
+}
+#endif
 constexpr int64_t MOST = INT32_MAX;  // programs of a launch, or a count that a kernel is given
 constexpr size_t MOST_ARGUMENTS = 64;
 // After its own arguments a kernel of Triton takes pointers to scratch memory: by the version none, one or two. Ours
@@ -34,10 +42,8 @@ struct Kernel {
   void launch(int64_t programs, void** given) const {
     if (!programs) return;  // the driver takes none for a mistake
     TORCH_CHECK(programs > 0 && programs <= MOST, "a launch of " + to_string(programs) + " programs");
-    const c10::impl::VirtualGuardImpl guard(CUDA);
-    void* stream = guard.getStream(c10::Device(CUDA, device)).native_handle();
-    const int code =
-        driver(function, static_cast<unsigned>(programs), 1, 1, threads, 1, 1, shared, stream, given, nullptr);
+    const int code = driver(function, static_cast<unsigned>(programs), 1, 1, threads, 1, 1, shared,
+                            current_stream(device), given, nullptr);
     TORCH_CHECK(!code, "cuLaunchKernel: CUDA error " + to_string(code) + ". An earlier kernel may have failed.");
   }
 

@@ -95,8 +95,8 @@ inline PyObject* cross_entropy(PyObject*, PyObject* const* args, Py_ssize_t numb
   check_count(number, 5);
   if (!THPVariable_CheckExact(args[1]) || !THPVariable_CheckExact(args[2])) Py_RETURN_NONE;
   const Tensor &x = THPVariable_Unpack(args[1]), &target = THPVariable_Unpack(args[2]);
-  if (!x.is_cuda() || !is_plain(x, true) || !is_plain(target, true) || saves_by_hooks()) Py_RETURN_NONE;
-  const auto local = c10::impl::VirtualGuardImpl(CUDA).getDevice();
+  if (x.device().type() != DEVICE || !is_plain(x, true) || !is_plain(target, true) || saves_by_hooks()) Py_RETURN_NONE;
+  const auto local = c10::impl::VirtualGuardImpl(DEVICE).getDevice();
   const bool fits = x.dim() == 2 && x.numel() && target.dim() == 1 && target.size(0) == x.size(0) &&
                     target.scalar_type() == at::kLong && x.size(0) <= MOST && lies_well(x, local) &&
                     lies_well(target, local);

@@ -139,13 +139,13 @@ inline PyObject* row_norm(PyObject*, PyObject* const* args, Py_ssize_t number) {
   }
   const Tensor &x = THPVariable_Unpack(args[1]), &weight = THPVariable_Unpack(args[3]);
   const std::optional<Tensor> bias = has_bias ? std::optional(THPVariable_Unpack(args[4])) : std::nullopt;
-  const bool plain = x.is_cuda() && is_plain(x, true) && is_plain(weight, true) && (!bias || is_plain(*bias, true));
-  if (!plain || !says(args[2], weight.sizes())) Py_RETURN_NONE;
+  const bool plain = is_plain(x, true) && is_plain(weight, true) && (!bias || is_plain(*bias, true));
+  if (x.device().type() != DEVICE || !plain || !says(args[2], weight.sizes())) Py_RETURN_NONE;
   double eps = std::numeric_limits<float>::epsilon();  // what None means to an RMSNorm
   if (args[5] != Py_None || centred) eps = PyFloat_AsDouble(args[5]);
   if (PyErr_Occurred()) return leave();
   const RowPlan* plan = find(held_by<Rows>(args[0], ROWS), x, weight.sizes(), eps, centred, has_bias);
-  const auto local = c10::impl::VirtualGuardImpl(CUDA).getDevice();
+  const auto local = c10::impl::VirtualGuardImpl(DEVICE).getDevice();
   if (!plan || !lies_well(x, local) || !ends_in(x, weight.sizes()) || !x.numel() || x.numel() / plan->size > MOST) {
     Py_RETURN_NONE;
   }
