@@ -34,8 +34,8 @@ struct WithoutGil {
   ~WithoutGil() { PyEval_RestoreThread(state); }
 };
 
-// A message is made a string here: where it was left to torch's macros, whose streams format the numbers, one machine
-// (GCC 13) ended the process instead of raising.
+// A message is made a string here: where it was left to torch's macros, whose streams format the numbers, the process
+// ended on one machine instead of raising.
 using std::to_string;
 
 inline void check_count(Py_ssize_t given, Py_ssize_t wanted) {
