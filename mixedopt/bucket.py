@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mixedopt.flat import Layout, plan_layout
 from mixedopt.split import Curtain, join, join_into_, mend_, remainder_of, split_into_
-from mixedopt.walks import numbers, walks_for, with_number
+from mixedopt.walks import number_at, numbers, walks_for, with_number
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -193,9 +193,9 @@ class Bucket:
     def adopt_(self, index: int) -> None:
         """Refresh one slot, if its weight was written in place since the last publish."""
         param = self.params[index]
-        if not self.is_half or param._version == numbers(self._versions)[index]:
+        if not self.is_half or param._version == number_at(self._versions, index):
             return
-        if param.data_ptr() == numbers(self._pointers)[index]:
+        if param.data_ptr() == number_at(self._pointers, index):
             self._refresh_(index)
             self._versions = with_number(self._versions, index, param._version)
 

@@ -103,6 +103,11 @@ def numbers(packed: bytes) -> list[int]:
     return array.array("q", packed).tolist()
 
 
+def number_at(packed: bytes, index: int) -> int:
+    """Return one of what was packed, without reading the others."""
+    return memoryview(packed).cast("q")[index]
+
+
 def with_number(packed: bytes, index: int, number: int) -> bytes:
     """Return the same but for one of them."""
     changed = array.array("q", packed)
