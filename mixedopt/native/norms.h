@@ -195,7 +195,8 @@ inline PyObject* add_rows(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// add_rows_backward(plan, needs, kernel, kernel of the sums or None, tile, most); what is there already stays.
+// add_rows_backward(plan, needs, kernel, kernel of the sums or None, tile, most): whether it was new, else nothing is
+// changed.
 inline PyObject* add_rows_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *plan, *kernel, *sum;
@@ -205,8 +206,9 @@ inline PyObject* add_rows_backward(PyObject*, PyObject* args) {
   auto made = std::make_unique<RowBackward>(
       RowBackward{kernel_of(kernel), sum == Py_None ? Kernel{} : kernel_of(sum), tile, most});
   const RowBackward* none = nullptr;
-  if (held_by<RowPlan>(plan, ROW_PLAN).backward.at(needs).compare_exchange_strong(none, made.get())) made.release();
-  Py_RETURN_NONE;
+  const bool fresh = held_by<RowPlan>(plan, ROW_PLAN).backward.at(needs).compare_exchange_strong(none, made.get());
+  if (fresh) made.release();
+  return PyBool_FromLong(fresh);
   END_HANDLE_TH_ERRORS
 }
 
