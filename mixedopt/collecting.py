@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class Collected:
     """Gradients of one step, scaled.
 
     Attributes:
-        evidence: ``(m, s)`` of every piece, fp32, ``[2, pieces]``, at home.
+        evidence: ``(m, s)`` of every piece, fp32, ``[2, pieces]``, at home; where there is none, zeros. Written by the
+            next step.
         there: for each slot whether it has a gradient.
         dtypes: of each bucket's gradients.
         wide: for each bucket a flat fp32 buffer of its gradients, if that was
@@ -40,7 +41,7 @@ class Collected:
 
     evidence: Tensor
     there: Sequence[bool]
-    dtypes: list[torch.dtype]
+    dtypes: tuple[torch.dtype, ...]
     wide: list[Tensor]
     kept: object
 
@@ -54,7 +55,7 @@ class Waiting:
 
     addresses: bytes
     there: Sequence[bool]
-    dtypes: list[torch.dtype]
+    dtypes: tuple[torch.dtype, ...]
     grads: Sequence[Tensor | None] | None
 
 
@@ -101,12 +102,12 @@ class Collector:
             return None
         self.table.upload_(waiting.addresses)
         wide = self._gather(waiting) if self._wide or not self._kernels else []
-        evidence = [self._measure(index, waiting, wide) for index in range(len(self.numbering.buckets))]
-        joined = evidence[0]
-        if len(evidence) > 1:
-            joined = torch.cat([measured.to(self._home, non_blocking=True) for measured in evidence], 1)
+        for index, (part, evidence) in enumerate(zip(self._parts, self._evidence, strict=True)):
+            self._measure_(index, waiting, wide)
+            if evidence is not part:
+                part.copy_(evidence, non_blocking=True)
         kept = waiting.grads, self._window.drop_model_grads_()
-        return Collected(joined, waiting.there, waiting.dtypes, wide, kept)
+        return Collected(self._all_evidence, waiting.there, waiting.dtypes, wide, kept)
 
     def _number_(self) -> None:
         """Take in the buckets that there are."""
@@ -114,12 +115,20 @@ class Collector:
         self.numbering = Numbering(buckets, self._home)
         self.table = AddressTable(self.numbering)
         self._slots = [slot for bucket in buckets for slot in bucket.layout.slots]
-        self._dtypes = [bucket.dtype for bucket in buckets]
+        self._dtypes = tuple(bucket.dtype for bucket in buckets)
         self._strides = [slot.stride for slot in self._slots]
         self._dtype_of = [bucket.dtype for bucket in buckets for _ in bucket.params]
         self._all = (True,) * len(self._slots)
         self._places: dict[int, tuple[list[int], Tensor]] = {}
-        self._evidence = [pieces.new_evidence() for pieces in self.numbering.pieces]
+        self._ready: dict[tuple[int, torch.dtype, bool], Callable[[], None]] = {}
+        self._all_evidence = torch.zeros((2, len(self.numbering.slots_of)), dtype=torch.float32, device=self._home)
+        self._parts = [
+            self._all_evidence[:, first : first + pieces.number]
+            for first, pieces in zip(self.numbering.first_pieces, self.numbering.pieces, strict=True)
+        ]
+        # Of a bucket elsewhere it is measured there.
+        pairs = zip(self._parts, self.numbering.pieces, strict=True)
+        self._evidence = [p if p.device == pieces.slot.device else pieces.new_evidence() for p, pieces in pairs]
 
     def _waiting(self) -> Waiting | None:
         """Return where the gradients lie, ``None`` if this is not the way."""
@@ -132,7 +141,7 @@ class Collector:
         if (held := self._window.plain_stores()) is not None:
             if any(grad is not None for mine in self._window.plain() or () for grad in mine):
                 return None  # sparse ones, which no store has taken
-            dtypes, grads = [dtype for dtype, _ in held], [mine for _, mine in held]
+            dtypes, grads = tuple(dtype for dtype, _ in held), [mine for _, mine in held]
             dtype_of = [dtype for dtype, mine in held for _ in mine]
         flat = list(itertools.chain.from_iterable(grads))
         if any(grad is not None and grad.layout != torch.strided for grad in flat):
@@ -159,28 +168,39 @@ class Collector:
                 torch._foreach_copy_(views, [grad for grad, is_there in zip(grads, there, strict=True) if is_there])
         return flats
 
-    def _measure(self, index: int, waiting: Waiting, wide: Sequence[Tensor]) -> Tensor:
-        """Return the evidence of a bucket's gradients; with kernels, fill its flat buffer on the way."""
+    def _measure_(self, index: int, waiting: Waiting, wide: Sequence[Tensor]) -> None:
+        """Write the evidence of a bucket's gradients; with kernels, fill its flat buffer on the way."""
         evidence, pieces = self._evidence[index], self.numbering.pieces[index]
         if not self._kernels:
-            return self._measured(index, waiting, wide[index])
-        where = (self.table.parts[index], pieces, waiting.dtypes[index])
-        with on_device(evidence.device):
+            self._measure_by_torch_(index, waiting, wide[index])
+            return
+        with on_device(pieces.slot.device):
             if wide:
+                where = self.table.parts[index], pieces, waiting.dtypes[index]
                 self._kernels.gather_(*where, wide[index], evidence, self.table.aligned)
             else:
-                self._kernels.measure_(*where, evidence, self.table.aligned)
-        return evidence
+                self._measuring(index, waiting.dtypes[index])()
 
-    def _measured(self, index: int, waiting: Waiting, flat: Tensor) -> Tensor:
-        """Return the evidence by torch's operations: that of a slot stands at its first piece."""
+    def _measuring(self, index: int, dtype: torch.dtype) -> Callable[[], None]:
+        """Return what measures a bucket's gradients, kept for the next steps."""
+        key = index, dtype, self.table.aligned
+        measuring = self._ready.get(key) if self.table.lasting else None
+        if measuring is None:
+            where = self.table.parts[index], self.numbering.pieces[index], dtype
+            measuring = self._kernels.measuring(*where, self._evidence[index], self.table.aligned)
+            if self.table.lasting:
+                self._ready[key] = measuring
+        return measuring
+
+    def _measure_by_torch_(self, index: int, waiting: Waiting, flat: Tensor) -> None:
+        """Write the evidence by torch's operations: that of a slot stands at its first piece."""
         evidence = self._evidence[index].zero_()
         if flat.device.type == "cpu" and flat.numel():  # where looking costs nothing, look at slots only if one is bad
             norm, unsure = global_norm([flat], within_fp32=[False])
             peak = largest([flat]).double()
             if bool(~unsure & (norm <= FP32_MAX) & (peak > 0)):
                 evidence[:, 0] = torch.stack([peak, (norm / peak).square()]).float()
-                return evidence
+                return
         slots = self.numbering.buckets[index].layout.slots
         there = self._part(index, waiting.there)
         numbers = [number for number, slot in enumerate(slots) if there[number] and slot.numel]
@@ -188,7 +208,7 @@ class Collector:
             views = [slots[number].view(flat) for number in numbers]
             known, places = self._places.get(index, ([], evidence))
             if known != numbers:  # an upload is a sync, so only when it must be
-                first = self.numbering.first_pieces(index)
+                first = self.numbering.first_pieces_of_slots(index)
                 places = torch.tensor([first[number] for number in numbers], device=flat.device)
                 self._places[index] = numbers, places
             norms = torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
@@ -196,7 +216,6 @@ class Collector:
             peaks = torch.where(norms <= torch.finfo(torch.float64).max, peaks, torch.inf)
             squares = torch.where(peaks > 0, (norms / peaks).square(), 0.0)
             evidence[:, places] = torch.stack([peaks, squares]).float()
-        return evidence
 
     def _grads(self, waiting: Waiting) -> Sequence[Tensor | None]:
         if waiting.grads is not None:

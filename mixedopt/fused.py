@@ -136,7 +136,7 @@ class FusedTier(DeviceTier):
         scaler, slots_of = self.scaler, self.collector.numbering.slots_of
         if self._kernels:
             self._kernels.launch_plan(
-                None, (collected.evidence, slots_of, *scaler.tensors(), report), self.collector.numbering.slots
+                None, (*collected.evidence, slots_of, *scaler.tensors(), report), self.collector.numbering.slots
             )
         else:
             judge_(scaler, collected.evidence, slots_of, report)

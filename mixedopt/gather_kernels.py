@@ -12,13 +12,14 @@ tensors only; that shapes, dtypes and devices fit is up to the caller.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
 from mixedopt.launching import Launcher, jit, power_of_two
-from mixedopt.pieces import Pieces
+from mixedopt.pieces import Pieces, nothing
 
 WARPS = 4  # share a piece, all of which a program holds in registers
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,8 +37,8 @@ def piece_kernel(
     counts: tl.tensor,
     extents: tl.tensor,
     flat: tl.tensor,
-    evidence: tl.tensor,
-    programs: tl.tensor,
+    peaks: tl.tensor,
+    squares: tl.tensor,
     BLOCK: tl.constexpr,
     GATHER: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -75,12 +76,12 @@ def piece_kernel(
         if ALIGNED:
             extent = tl.multiple_of(extent, 64)
         tl.store(flat + start + lane, value.to(flat.dtype.element_ty), mask=lane < extent)
-    measure_piece(value, evidence + program, programs)
+    measure_piece(value, peaks + program, squares + program)
 
 
 @jit
-def measure_piece(value: tl.tensor, evidence: tl.tensor, programs: tl.tensor) -> None:
-    """Write the largest absolute value, and ``programs`` places on the sum of squares in units of its square."""
+def measure_piece(value: tl.tensor, peak: tl.tensor, squares: tl.tensor) -> None:
+    """Write the largest absolute value, and the sum of squares in units of its square."""
     wide = value.to(tl.float32)
     # As integers inf and NaN are larger than all else, while a maximum of floats may pass over a NaN.
     largest = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
@@ -94,8 +95,8 @@ def measure_piece(value: tl.tensor, evidence: tl.tensor, programs: tl.tensor) ->
         scaled = wide * near
         total = tl.sum(scaled * scaled, 0)
     unit = largest * near
-    tl.store(evidence, largest)
-    tl.store(evidence + programs, tl.where(largest > 0, total / unit / unit, 0.0))
+    tl.store(peak, largest)
+    tl.store(squares, tl.where(largest > 0, total / unit / unit, 0.0))
 
 
 @jit
@@ -183,7 +184,7 @@ def gather_(
     if pieces.number:
         aligned = aligned and pieces.aligned
         launch = piece_launcher(flat.get_device(), flat.dtype, source, pieces.piece, True, aligned)
-        launch(pieces.number, (addresses, *_tensors(pieces), flat, evidence), pieces.number)
+        launch(pieces.number, (addresses, *_tensors(pieces), flat, *evidence.unbind()))
 
 
 def measure_(addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool) -> None:
@@ -198,10 +199,19 @@ def measure_(addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: T
 
     Syncs: none.
     """
-    if pieces.number:
-        aligned = aligned and pieces.aligned
-        launch = piece_launcher(evidence.get_device(), evidence.dtype, source, pieces.piece, False, aligned)
-        launch(pieces.number, (addresses, *_tensors(pieces), evidence, evidence), pieces.number)
+    measuring(addresses, pieces, source, evidence, aligned)()
+
+
+def measuring(
+    addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool
+) -> Callable[[], None]:
+    """Return ``measure_`` of these, to be called again and again."""
+    if not pieces.number:
+        return nothing
+    aligned = aligned and pieces.aligned
+    launch = piece_launcher(evidence.get_device(), evidence.dtype, source, pieces.piece, False, aligned)
+    peaks, squares = evidence.unbind()
+    return launch.again(pieces.number, (addresses, *_tensors(pieces), peaks, peaks, squares))
 
 
 def restore_(skip: Tensor, live_addresses: Tensor, saved_addresses: Tensor, sizes: Tensor) -> None:

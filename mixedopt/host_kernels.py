@@ -29,20 +29,19 @@ from mixedopt.forms import ZEROS, Form, where_of
 from mixedopt.host_sources import measure_source, plan_source, update_source
 from mixedopt.judgement import Rules, Standing
 from mixedopt.numbering import PIECE
-from mixedopt.pieces import Pieces, plan_pieces
+from mixedopt.pieces import Pieces, nothing, plan_pieces
 
 # No contraction: what torch rounds twice is rounded twice.
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
 # From the best to what every compiler takes.
 CHOICES = ((NATIVE, "-fopenmp"), ("-fopenmp",), (NATIVE,), ())
-POINTER: Any = Tensor.data_ptr
 logger = logging.getLogger("mixedopt")
-Launch = Callable[[int, Sequence[Tensor]], None]
+Function = Callable[[int, int, int], None]
 
 
 @functools.cache
-def made(source: str, name: str) -> Callable[[int, int, int], None]:
+def made(source: str, name: str) -> Function:
     """Return a function of C++.
 
     Raises:
@@ -65,20 +64,50 @@ def made(source: str, name: str) -> Callable[[int, int, int], None]:
     raise RuntimeError(said[:300] or f"no C++ compiler: {', '.join(COMPILERS)} not found, and $CXX names none")
 
 
-def launch(function: Callable[[int, int, int], None], pieces: int, number: int, tensors: Sequence[Tensor]) -> None:
-    """Call a function of C++; in place."""
-    pointers = array.array("q", map(POINTER, tensors))
-    function(pieces, number, pointers.buffer_info()[0])
+class Again:
+    """A call of a function of C++, to be made again and again, of the same memory; it keeps the tensors. In place.
+
+    Args:
+        function: (pieces, ``number``, address of the pointers).
+        pieces: how many.
+        tensors: in the order of the pointers; ``None`` stands for one that is given at each call.
+        number: ``None`` for as many as torch uses threads.
+    """
+
+    def __init__(
+        self, function: Function, pieces: int, tensors: Sequence[Tensor | None], number: int | None = None
+    ) -> None:
+        self._function, self._pieces, self._number, self._tensors = function, pieces, number, tuple(tensors)
+        self._pointers = array.array("q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        self._open = [place for place, tensor in enumerate(tensors) if tensor is None]
+
+    def __call__(self, *given: Tensor) -> None:
+        """Call it."""
+        for place, tensor in zip(self._open, given, strict=True):
+            self._pointers[place] = tensor.data_ptr()
+        number = torch.get_num_threads() if self._number is None else self._number
+        self._function(self._pieces, number, self._pointers.buffer_info()[0])
+
+
+class Launcher:
+    """A function of C++; as ``launching.Launcher``."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+
+    def again(self, pieces: int, tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """Return what calls it again and again, for so many pieces, with these tensors in the order of its pointers."""
+        return Again(self._function, pieces, tensors)
 
 
 @functools.cache
-def measurer(grads: torch.dtype) -> Callable[[int, int, int], None]:
+def measurer(grads: torch.dtype) -> Function:
     """Return the function that measures gradients of this dtype."""
     return made(measure_source(grads), "measure")
 
 
 @functools.cache
-def planner(form: Form) -> Callable[[int, int, int], None]:
+def planner(form: Form) -> Function:
     """Return the function that decides."""
     return made(plan_source(form), "plan")
 
@@ -86,8 +115,8 @@ def planner(form: Form) -> Callable[[int, int, int], None]:
 @functools.cache
 def update_launcher(
     form: Form, device: int | None, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
-) -> Launch:
-    """Return what launches the update: (pieces, tensors in the order of its pointers).
+) -> Launcher:
+    """Return what launches the update.
 
     Raises:
         NotImplementedError: masters are split.
@@ -95,21 +124,23 @@ def update_launcher(
     del device, aligned
     if split:
         raise NotImplementedError("split masters have no kernel on a CPU")
-    function = made(update_source(form, grads, model), "update")
-    return lambda pieces, tensors: launch(function, pieces, torch.get_num_threads(), tensors)
+    return Launcher(made(update_source(form, grads, model), "update"))
 
 
-def measure_(addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool) -> None:
-    """Measure gradients where they lie; as ``gather_kernels.measure_``."""
+def measuring(
+    addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool
+) -> Callable[[], None]:
+    """Return what measures gradients where they lie; as ``gather_kernels.measuring``."""
     del aligned
-    if pieces.number:
-        tensors = (addresses, *where_of(pieces), evidence)
-        launch(measurer(source), pieces.number, torch.get_num_threads(), tensors)
+    if not pieces.number:
+        return nothing
+    return Again(measurer(source), pieces.number, (addresses, *where_of(pieces), *evidence))
 
 
-def launch_plan(form: Form, tensors: Sequence[Tensor], slots: int) -> None:
-    """Decide and work out the numbers; as ``step_kernels.launch_plan``."""
-    launch(planner(form), tensors[0].shape[1], slots, tensors)
+def planning(form: Form, tensors: Sequence[Tensor | None], slots: int) -> Callable[[Tensor], None]:
+    """Return what decides and works out the numbers; as ``step_kernels.planning``."""
+    peaks: Any = tensors[0]
+    return Again(planner(form), peaks.numel(), tensors, slots)
 
 
 def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
@@ -136,8 +167,8 @@ def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
         weights = (master,) if dtype == torch.float32 else (master, ZEROS(64, dtype=dtype))
         grad = ZEROS(64, dtype=kind)
         addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device="cpu")
-        measure_(addresses, pieces, kind, evidence, True)
-        judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
-        launch_plan(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)
+        measuring(addresses, pieces, kind, evidence, True)()
+        judging = (*evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, None)
+        planning(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)(report)
         update = update_launcher(form, None, kind, dtype, False, True)
-        update(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))
+        update.again(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))()

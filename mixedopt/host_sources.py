@@ -18,7 +18,7 @@ from mixedopt.numbering import PIECE
 BLOCK = 256  # values that are worked on at once, in the first-level cache
 STORED = {torch.float16: "half", torch.bfloat16: "brain", torch.float32: "float"}
 # Name -> type of what it points to.
-EVIDENCE = {"evidence": "float", "slots_of": "int32_t"}
+EVIDENCE = {"peaks": "float", "sums": "float"}
 JUDGED = {"standing": "double", "rules": "double", "told": "double"}
 SIGNALS = {f"signal_{name}": "float" for name in ("scale", "found_inf", "divisor", "multiplier")}
 OF_SLOTS = {
@@ -143,8 +143,8 @@ MEASURE = """
             }
             total /= (double)top * (double)top;
         }
-        evidence[piece] = peak;
-        evidence[pieces + piece] = (float)total;
+        peaks[piece] = peak;
+        sums[piece] = (float)total;
     }
 """
 
@@ -152,13 +152,13 @@ JUDGE = """\
     double most = 0.0, total = 0.0;
     int64_t bad = -1;
     for (int64_t piece = 0; piece < pieces; ++piece) {
-        const double peak = evidence[piece];
+        const double peak = peaks[piece];
         if (!(peak <= FLT_MAX)) {
             bad = bad < 0 ? piece : bad;
             continue;
         }
         most = most > peak ? most : peak;
-        total += peak * peak * (double)evidence[pieces + piece];
+        total += peak * peak * (double)sums[piece];
     }
     const double largest = bad < 0 ? most : INFINITY, norm = bad < 0 ? std::sqrt(total) : INFINITY;
     const double culprit = bad < 0 ? -1.0 : (double)slots_of[bad];"""
@@ -167,13 +167,13 @@ JUDGE = """\
 def measure_source(grads: torch.dtype) -> str:
     """Return the function that measures gradients of a dtype."""
     loop = MEASURE.replace("STORED", STORED[grads]).replace("PIECE", str(PIECE)).replace("BLOCK", str(BLOCK))
-    pointers = {"addresses": "int64_t", **WHERE, "evidence": "float"}
+    pointers = {"addresses": "int64_t", **WHERE, **EVIDENCE}
     return HEAD + function("measure", "threads", pointers, [PARALLEL, *loop.strip("\n").splitlines()])
 
 
 def plan_source(form: Form) -> str:
     """Return the function that decides and works out the numbers of every slot."""
-    pointers = {**EVIDENCE, **JUDGED, **SIGNALS, "report": "double", **OF_SLOTS}
+    pointers = {**EVIDENCE, "slots_of": "int32_t", **JUDGED, **SIGNALS, "report": "double", **OF_SLOTS}
     pointers |= {f"scalar_{name}": "float" for name in form.rule.scalars}
     judging, results = lines_of_judgement(CXX)
     following, (skip, factor, unscaled) = results[: len(Standing._fields)], results[len(Standing._fields) :]

@@ -9,8 +9,8 @@ the inner optimizer's own step, by way of the eager tier.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ from mixedopt.numbering import Numbering
 from mixedopt.rules import Rule
 
 
+class Launches(NamedTuple):
+    """The kernels of a step after those that measure.
+
+    Attributes:
+        plan: is given the report.
+        updates: of each bucket.
+    """
+
+    plan: Callable[[Tensor], None]
+    updates: list[Callable[[], None]]
+
+
 class Tables:
     """What the kernels read and write of every slot, at home; see ``step_kernels``.
 
@@ -38,6 +50,9 @@ class Tables:
         hyper: fp64, a row for each group.
         numbers: fp32, a row for each slot.
         states: of each bucket.
+        parts: each bucket's of ``numbers``.
+        rooms: the same on the bucket's device: the part itself, or a copy.
+        launches: of the kinds of steps that were made, ready to be made again.
     """
 
     def __init__(self, rule: Rule, inner: torch.optim.Optimizer, numbering: Numbering) -> None:
@@ -54,12 +69,15 @@ class Tables:
         group_of = [0] * slots
         self.states: list[FlatState] = []
         self.parts: list[Tensor] = []
+        self.rooms: list[Tensor] = []
         for bucket, first in zip(numbering.buckets, numbering.firsts, strict=True):
             own = slice(first, first + len(bucket.params))
             group_of[own] = [number_of[master] for master in bucket.masters]
             steps, begun, *scalars = (each[own] for each in (self.steps, self.begun, *self.scalars))
             self.states.append(FlatState(bucket, rule, steps, begun, scalars))
             self.parts.append(self.numbers[own])
+            self.rooms.append(self.parts[-1].to(bucket.device))
+        self.launches: dict[tuple[Any, ...], Launches] = {}
         self.group_of = torch.tensor(group_of, dtype=torch.int32, device="cpu").to(home)
 
 
@@ -93,39 +111,50 @@ class KernelTier(DeviceTier):
 
     def _advance_(self, collected: Collected, report: Tensor) -> None:
         self.masters.end_loans_()
-        tables, numbering = self._own_(), self.collector.numbering
+        tables = self._own_()
         self._stepping = collected.there
         self._note_(collected.there)
         if not self._capturing():
             self.push_()
-        updates = [self._launcher(tables, index, dtype) for index, dtype in enumerate(collected.dtypes)]
-        judging = (collected.evidence, numbering.slots_of, *self.scaler.tensors(), report)
-        counts = (self.collector.table.at_home, tables.steps, tables.begun)
-        of_slots = (*counts, tables.hyper, tables.group_of, tables.numbers)
+        launches = self._launches(tables, collected)
         with on_device(self.home):
-            self._kernels.launch_plan(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
-        for index, update in enumerate(updates):
-            self._update_(tables, index, update)
+            launches.plan(report)
+        for index, update in enumerate(launches.updates):
+            bucket, part, room = tables.states[index].bucket, tables.parts[index], tables.rooms[index]
+            with on_device(bucket.device):
+                if room is not part:
+                    room.copy_(part, non_blocking=True)
+                update()
+            bucket.note_published_(self._marks[index])
 
-    def _launcher(self, tables: Tables, index: int, grads: torch.dtype) -> Any:
-        """Return what launches the update of a bucket: made, if it must be, before anything is written."""
-        bucket, pieces = tables.states[index].bucket, self.collector.numbering.pieces[index]
-        aligned = self.collector.table.aligned and pieces.aligned
-        split = bucket.flat_remainder is not None
-        return self._kernels.update_launcher(tables.form, bucket.device.index, grads, bucket.dtype, split, aligned)
+    def _launches(self, tables: Tables, collected: Collected) -> Launches:
+        """Return the kernels of a step: made, if they must be, before anything is written."""
+        table, numbering = self.collector.table, self.collector.numbering
+        kind = table.aligned, *collected.dtypes
+        if table.lasting and kind in tables.launches:
+            return tables.launches[kind]
+        judging = (*collected.evidence, numbering.slots_of, *self.scaler.tensors(), None)
+        of_slots = (table.at_home, tables.steps, tables.begun, tables.hyper, tables.group_of, tables.numbers)
+        updates = [self._updating(tables, index, dtype) for index, dtype in enumerate(collected.dtypes)]
+        plan = self._kernels.planning(tables.form, (*judging, *of_slots, *tables.scalars), numbering.slots)
+        launches = Launches(plan, updates)
+        if table.lasting:
+            tables.launches[kind] = launches
+        return launches
 
-    def _update_(self, tables: Tables, index: int, launch: Any) -> None:
-        """Step one bucket."""
+    def _updating(self, tables: Tables, index: int, grads: torch.dtype) -> Callable[[], None]:
+        """Return what steps a bucket."""
         state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
-        bucket, device = state.bucket, pieces.slot.device
+        bucket = state.bucket
+        split, aligned = bucket.flat_remainder is not None, table.aligned and pieces.aligned
+        launch = self._kernels.update_launcher(tables.form, bucket.device.index, grads, bucket.dtype, split, aligned)
         if bucket.flat_remainder is not None:
             own: tuple[Tensor, ...] = (bucket.flat_model, bucket.flat_remainder)
         else:
             own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
-        with on_device(device):
-            numbers = tables.parts[index].to(device, non_blocking=True)
-            launch(pieces.number, (*where_of(pieces), numbers, table.parts[index], *own, *state.flats))
-        bucket.note_published_(self._marks[index])
+        where = *where_of(pieces), tables.rooms[index], table.parts[index]
+        again: Callable[[], None] = launch.again(pieces.number, (*where, *own, *state.flats))
+        return again
 
     def before_replay_(self) -> object:
         """As in ``DeviceTier``; state that was loaded is taken over, hyperparameters are brought along."""

@@ -40,12 +40,13 @@ class Launcher:
         takes: a letter for each argument of it: ``*`` for a pointer, ``i`` for int32, ``f`` for fp32.
     """
 
-    __slots__ = ("_direct", "_run", "constants", "device", "direct_kernel", "kernel", "takes", "warps")
+    __slots__ = ("_direct", "_library", "_run", "constants", "device", "direct_kernel", "kernel", "takes", "warps")
 
     def __init__(self, kernel: Any, device: int, constants: tuple[Any, ...], warps: int) -> None:
         self.kernel, self.device, self.constants, self.warps = kernel, device, constants, warps
         self._run: tuple[Callable[..., None], Any, Any] | None = None
         self._direct: Callable[..., bool] = _never
+        self._library: Any = None
         self.direct_kernel: Any = None
         self.takes = ""
 
@@ -70,6 +71,18 @@ class Launcher:
             with contextlib.suppress(AttributeError, KeyError, OSError):  # another Triton tells other things
                 self._learn_(compiled)
 
+    def again(self, programs: int, tensors: Sequence[Tensor | None], *scalars: float) -> Again:
+        """Return this launch, to be made as often as it is called; see ``Again``."""
+        return Again(self, programs, tensors, *scalars)
+
+    def ready(self, programs: int, tensors: Sequence[Tensor | None], scalars: Sequence[float]) -> Callable[..., bool]:
+        """Return what launches without looking at these arguments again, by C++, and says whether it has.
+
+        It is given the tensor in whose place ``None`` stands, if it does.
+        """
+        ready = self._library and self._library.ready(self.direct_kernel, programs, tensors, scalars)
+        return _never if ready is None else functools.partial(self._library.relaunch, ready)
+
     def _learn_(self, compiled: Any) -> None:
         """Hand over to C++ a kernel that asks for nothing special."""
         library: Any = native() if torch.version.hip is None and compiled.function else None
@@ -81,7 +94,33 @@ class Launcher:
         takes = "".join([LETTERS[kind] for kind in kinds])
         of_launch = self.device, about["num_warps"] * 32, about["shared"]
         kernel = library.kernel(_driver(), compiled.function, *of_launch, takes)
-        self.direct_kernel, self.takes, self._direct = kernel, takes, library.launch
+        self.direct_kernel, self.takes, self._direct, self._library = kernel, takes, library.launch, library
+
+
+class Again:
+    """A launch that is made again and again, of the same memory; it keeps the tensors.
+
+    Args:
+        launcher: of the kernel.
+        programs: as for the launcher.
+        tensors: likewise; ``None`` stands for one that is given at each launch.
+        scalars: likewise.
+    """
+
+    __slots__ = ("_arguments", "_launcher", "_ready")
+
+    def __init__(self, launcher: Launcher, programs: int, tensors: Sequence[Tensor | None], *scalars: float) -> None:
+        self._launcher, self._arguments = launcher, (programs, tensors, scalars)
+        self._ready: Callable[..., bool] = _never
+
+    def __call__(self, *given: Tensor) -> None:
+        """Launch, as the launcher does."""
+        if self._ready(*given):
+            return
+        programs, tensors, scalars = self._arguments
+        self._launcher(programs, [given[0] if tensor is None else tensor for tensor in tensors], *scalars)
+        if self._ready is _never:
+            self._ready = self._launcher.ready(programs, tensors, scalars)
 
 
 def _never(*args: Any) -> bool:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from mixedopt.bucket import Bucket
-from mixedopt.pieces import Pieces, plan_pieces
+from mixedopt.pieces import Pieces, padded, plan_pieces
 
 PIECE = 4096  # values that one program of a kernel works on
-ROUND = 4  # each bucket's numbers start at a multiple of it, so that its part of a table is aligned to 16 bytes
 SPARE = 4  # pinned tables that are kept ready for steps that a graph captures
 
 
@@ -22,22 +21,26 @@ class Numbering:
     """The slots of all buckets, numbered through, and the pieces of their buffers.
 
     Attributes:
-        firsts: number of each bucket's first slot, a multiple of ``ROUND``.
+        firsts: number of each bucket's first slot: its part of a table is aligned to 16 bytes.
         slots: how many numbers there are; some stand for no slot.
         pieces: of each bucket, on its device.
-        slots_of: number of the slot of every piece, of all buckets, at home.
+        first_pieces: number of each bucket's first piece among all, aligned likewise.
+        slots_of: number of the slot of every piece, of all buckets, at home; -1 where there is none.
     """
 
     def __init__(self, buckets: Sequence[Bucket], home: torch.device) -> None:
         self.buckets = tuple(buckets)
         self.home = home
-        widths = [-(-len(bucket.params) // ROUND) * ROUND for bucket in buckets]
+        widths = [padded(len(bucket.params)) for bucket in buckets]
         self.firsts = [0, *itertools.accumulate(widths)][: len(widths)]
         self.slots = sum(widths)
         self._plans = [plan_pieces(bucket.layout, PIECE) for bucket in buckets]
-        pairs = zip(self._plans, self.firsts, strict=True)
-        numbered = [torch.where(plan.slot < 0, -1, plan.slot + first) for plan, first in pairs]
-        self.slots_of = (torch.cat(numbered) if numbered else torch.zeros(0, device="cpu")).int().to(home)
+        places = [0, *itertools.accumulate(padded(plan.number) for plan in self._plans)]
+        self.first_pieces = places[: len(widths)]
+        slots_of = torch.full((places[-1],), -1, dtype=torch.int32, device="cpu")
+        for plan, place, first in zip(self._plans, self.first_pieces, self.firsts, strict=True):
+            slots_of[place : place + plan.number] = torch.where(plan.slot < 0, -1, plan.slot + first)
+        self.slots_of = slots_of.to(home)
         self.pieces: list[Pieces] = [p.to(bucket.device) for p, bucket in zip(self._plans, buckets, strict=True)]
 
     def spread(self, each: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -47,7 +50,7 @@ class Numbering:
             yield first, each[position : position + len(bucket.params)]
             position += len(bucket.params)
 
-    def first_pieces(self, index: int) -> dict[int, int]:
+    def first_pieces_of_slots(self, index: int) -> dict[int, int]:
         """Return for each slot of a bucket that is not empty the number of its first piece."""
         slots = self._plans[index].slot.tolist()
         return {int(slot): piece for piece, slot in reversed(list(enumerate(slots))) if slot >= 0}
@@ -67,6 +70,7 @@ class AddressTable:
         at_home: int64, one for each number; 0 for no gradient.
         parts: of each bucket, on its device.
         aligned: True iff every address is a multiple of 16.
+        lasting: True iff ``parts`` are those of the next steps, too; not while a graph is captured.
     """
 
     def __init__(self, numbering: Numbering) -> None:
@@ -78,7 +82,7 @@ class AddressTable:
         self._own_parts = self._parts_of(self._own)
         self._elsewhere = [i for i, part in enumerate(self._own_parts) if part.device != numbering.home]
         self.at_home, self.parts = self._own, self._own_parts
-        self.aligned = True
+        self.aligned = self.lasting = True
 
     def upload_(self, addresses: bytes) -> None:
         """Bring the addresses of all slots, int64, to the devices, unless they are there. Syncs: none."""
@@ -97,9 +101,9 @@ class AddressTable:
         if capturing:  # a graph keeps tables of its own, which it fills at each replay
             self.at_home = fresh.to(numbering.home, non_blocking=True, copy=True)
             self.parts = self._parts_of(self.at_home)
-            self._known = b""
+            self._known, self.lasting = b"", False
             return
-        self.at_home, self.parts = self._own.copy_(fresh, non_blocking=True), self._own_parts
+        self.at_home, self.parts, self.lasting = self._own.copy_(fresh, non_blocking=True), self._own_parts, True
         for index in self._elsewhere:
             first, held = numbering.firsts[index], self.parts[index]
             held.copy_(self._own[first : first + len(held)], non_blocking=True)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mixedopt.flat import ALIGNMENT, Layout
 
+ROUND = 4  # numbers of 4 bytes that are 16 bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
@@ -56,8 +58,18 @@ class Pieces:
         return dataclasses.replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def new_evidence(self) -> Tensor:
-        """Return room for the evidence: fp32, ``[2, number]``, not filled, on the device of the plan."""
-        return torch.empty((2, self.number), dtype=torch.float32, device=self.slot.device)
+        """Return room for the evidence: fp32, ``[2, number]``, not filled, on the device; each row begins aligned."""
+        room = torch.empty((2, padded(self.number)), dtype=torch.float32, device=self.slot.device)
+        return room[:, : self.number]
+
+
+def padded(number: int) -> int:
+    """Return how many numbers of 4 bytes are reserved, so that the next ones are aligned to 16 bytes."""
+    return -(-number // ROUND) * ROUND
+
+
+def nothing() -> None:
+    """Stand for a launch of no pieces."""
 
 
 def plan_pieces(layout: Layout, piece: int) -> Pieces:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import linecache
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def plan_source(form: Form | None) -> str:
     following, (skip, factor, unscaled) = results[: len(standing)], results[len(standing) :]
     scalars = () if form is None else form.rule.scalars
     signals = ["scale", "found_inf", "divisor", "multiplier"]
-    arguments = ["evidence", "slots_of", "standing", "rules", "told", *(f"signal_{name}" for name in signals), "report"]
+    arguments = ["peaks", "sums", "slots_of", "standing", "rules", "told"]
+    arguments += [*(f"signal_{name}" for name in signals), "report"]
     if form is not None:
         arguments += [
             "addresses",
@@ -91,8 +92,8 @@ MEASURE = """\
     for first in range(0, pieces, MEASURED):
         place = first + offset
         inside = place < pieces
-        peak = tl.load(evidence + place, mask=inside, other=0.0)
-        squares = tl.load(evidence + pieces + place, mask=inside, other=0.0)
+        peak = tl.load(peaks + place, mask=inside, other=0.0)
+        squares = tl.load(sums + place, mask=inside, other=0.0)
         finite = peak <= 3.4028234663852886e38
         peak = tl.where(finite, peak, float("inf"))
         most = tl.maximum(most, peak)
@@ -249,17 +250,18 @@ def update_launcher(
     return Launcher(kernel, device, (PIECE, BLOCK, aligned), WARPS)
 
 
-def launch_plan(form: Form | None, tensors: Sequence[Tensor], slots: int) -> None:
-    """Decide and work out the numbers; see ``plan_source``. In place; no sync.
+def planning(form: Form | None, tensors: Sequence[Tensor | None], slots: int) -> Callable[[Tensor], None]:
+    """Return what decides and works out the numbers, again and again; see ``plan_source``. In place; no sync.
 
     Args:
         form: whose numbers; ``None`` decides only.
-        tensors: evidence, slots_of, standing, rules, told, the four signals,
-            report; with a form also addresses, steps, begun, hyper, group_of,
-            table, and the rule's scalars.
+        tensors: both rows of the evidence, slots_of, standing, rules, told, the four
+            signals, ``None`` for the report, which each call is given; with a form also
+            addresses, steps, begun, hyper, group_of, table, and the rule's scalars.
         slots: how many numbers of slots there are.
     """
-    plan_launcher(form, tensors[0].get_device())(1, tensors, tensors[0].shape[1], slots)
+    peaks: Any = tensors[0]
+    return plan_launcher(form, peaks.get_device()).again(1, tensors, peaks.numel(), slots)
 
 
 def try_judging(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
@@ -277,7 +279,8 @@ def try_judging(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
             addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
             gather_(addresses, pieces, dtype, zeros(64), evidence, aligned)
         signals, report = [zeros(4) for _ in range(4)], zeros(4, dtype=torch.float64)
-        launch_plan(None, (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report), 4)
+        judging = (*evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, None)
+        planning(None, judging, 4)(report)
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
         restore_(signals[0], nothing, nothing, nothing)
 
@@ -306,7 +309,7 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
                 grad = zeros(64, dtype=kind)
                 addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
                 measure_(addresses, pieces, kind, evidence, aligned)
-                judging = (evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, report)
-                launch_plan(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)
+                judging = (*evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, None)
+                planning(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)(report)
                 launch = update_launcher(form, device.index or 0, kind, dtype, splits, aligned)
                 launch(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))

@@ -20,7 +20,7 @@ from mixedopt import MixedPrecisionOptimizer, cxx, host_kernels
 from mixedopt.compiled import CompiledTier, covering_rule
 from mixedopt.flat import plan_layout
 from mixedopt.forms import ZEROS, Form, where_of
-from mixedopt.host_kernels import launch, made, measure_, planner, update_launcher
+from mixedopt.host_kernels import Again, made, measuring, planning, update_launcher
 from mixedopt.host_sources import HEAD, STORED, function
 from mixedopt.judgement import Rules, Standing, rules_of
 from mixedopt.loss_scale import DynamicLossScale
@@ -55,7 +55,7 @@ def converted(values: Tensor, dtype: torch.dtype, *, portable: bool) -> Tensor:
     body = body.replace("to, from", "target, source")
     source = undone + HEAD + function("convert", "number", {names[n]: k for n, k in pointers.items()}, [body])
     found = torch.zeros_like(values, dtype=dtype)
-    launch(made(source, "convert"), values.numel(), 0, (values, found))
+    Again(made(source, "convert"), values.numel(), (values, found))()
     return found
 
 
@@ -94,7 +94,7 @@ def measured(grads: list[Tensor | None], sizes: list[int], dtype: torch.dtype) -
     pieces = plan_pieces(layout, PIECE)
     addresses = torch.tensor([0 if grad is None else grad.data_ptr() for grad in grads])
     evidence = pieces.new_evidence().fill_(math.nan)
-    measure_(addresses, pieces, dtype, evidence, False)
+    measuring(addresses, pieces, dtype, evidence, False)()
     return evidence
 
 
@@ -170,7 +170,7 @@ def test_the_update_of_a_rule_is_the_rule(name: str, number: int) -> None:
         new = update(expected[0][:size], grad * 0.5, tuple(numbers.unbind()), *(each[:size] for each in expected[1:]))
     addresses = torch.tensor([grad.data_ptr()])
     step = update_launcher(form, None, torch.float32, torch.float16, False, True)
-    step(pieces.number, (*where_of(pieces), table, addresses, master, model, *state))
+    step.again(pieces.number, (*where_of(pieces), table, addresses, master, model, *state))()
     for found, value in zip((master, *state), torch.utils._pytree.tree_leaves(new), strict=True):
         assert torch.equal(torch.nan_to_num(found[:size]), torch.nan_to_num(value.expand(size))), name
     assert torch.equal(torch.nan_to_num(model[:size]), torch.nan_to_num(master[:size].half()))
@@ -196,9 +196,9 @@ def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
         rules.copy_(torch.tensor(rules_of(DynamicLossScale(8.0), None)))
         signals, report = [torch.zeros(1) for _ in range(4)], torch.zeros(4, dtype=torch.float64)
         evidence = torch.tensor([[math.inf if bad else 2.0], [1.0]])
-        judging = (evidence, torch.zeros(1, dtype=torch.int32), standing, rules, torch.zeros_like(standing))
+        judging = (*evidence, torch.zeros(1, dtype=torch.int32), standing, rules, torch.zeros_like(standing))
         of_slots = (addresses, steps, begun, hyper, torch.zeros(slots, dtype=torch.int32), table)
-        launch(planner(form), 1, slots, (*judging, *signals, report, *of_slots, *scalars))
+        planning(form, (*judging, *signals, None, *of_slots, *scalars), slots)(report)
         columns = tuple(hyper[0, 1 + i].expand(slots) for i in range(form.hypers))
         numbers, new = rule.numbers(before[0].double() + 1, columns, tuple(used))
         active = torch.tensor([True, True, False, True]) & (not bad)
@@ -234,9 +234,8 @@ def test_the_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("CXX", command)
         host_kernels.made.cache_clear()
         written = torch.zeros(1)
-        launch(
-            made(HEAD + function("write", "number", {"to": "float"}, ["    *to = number;"]), "write"), 0, 7, (written,)
-        )
+        write = made(HEAD + function("write", "number", {"to": "float"}, ["    *to = number;"]), "write")
+        Again(write, 0, (written,), 7)()
         assert written == 7, command
 
 

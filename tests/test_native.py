@@ -140,6 +140,45 @@ def test_a_launch_that_does_not_fit_is_refused() -> None:
 
 
 @needs_library
+def test_a_launch_that_is_to_be_made_again_must_fit_too() -> None:
+    """When it is made ready, and what it is given later; what cannot be launched this way is left to Triton."""
+    kernel, x = library.kernel(1, 1, 0, 32, 0, "**i"), torch.ones(4)
+    with pytest.raises(RuntimeError, match=r"a kernel takes \*\*i, given 1 tensors and 1 numbers"):
+        library.ready(kernel, 1, [x], [1])
+    with pytest.raises(TypeError, match="must be a tensor, not NoneType"):
+        library.ready(kernel, 1, [None, None], [1])
+    with pytest.raises(TypeError, match="must be a tensor, not NoneType"):
+        library.launch(kernel, 1, [x, None], [1])
+    assert library.ready(kernel, 1, [x, x[1:]], [1]) is None
+    assert library.ready(kernel, 1, [x, x], [2**40]) is None
+    whole, part = library.ready(kernel, 0, [x, x], [1]), library.ready(kernel, 0, [x, None], [1])
+    assert library.relaunch(whole) is library.relaunch(part, x) is True
+    assert library.relaunch(part, x[1:]) is False
+    with pytest.raises(TypeError, match="takes 1 arguments, given 2"):
+        library.relaunch(whole, x)
+    with pytest.raises(TypeError, match="takes 2 arguments, given 1"):
+        library.relaunch(part)
+    with pytest.raises(TypeError, match="must be a tensor, not int"):
+        library.relaunch(part, 1)
+    with pytest.raises(TypeError, match="takes a launch"):
+        library.relaunch()
+    with pytest.raises(ValueError, match="PyCapsule"):
+        library.relaunch(kernel)
+
+
+@needs_library
+def test_a_launch_that_is_to_be_made_again_keeps_its_tensors() -> None:
+    """Kernels read them by address."""
+    x = torch.ones(4)
+    memory = StorageWeakRef(x.untyped_storage())
+    ready = library.ready(library.kernel(1, 1, 0, 32, 0, "*"), 0, [x], [])
+    del x
+    assert not memory.expired()
+    del ready
+    assert memory.expired()
+
+
+@needs_library
 @pytest.mark.parametrize("tier", ["eager", "compiled"])
 def test_a_training_walked_by_cxx_is_the_same(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, through an overflow, an absent gradient and an edited weight."""

@@ -155,6 +155,25 @@ def device() -> Device:
     return Device()
 
 
+# -- launches --------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_is_made_again_of_the_same_memory(made: Any, device: Device) -> None:
+    """With what stands there by then, and with another tensor each time in the place left open."""
+    x, weight, bias = (tensor.detach() for tensor in inputs())
+    rows = x.numel() // SIZE
+    ready = made.ready(device.kernel(made, FORWARD), rows, (x, weight, bias, None), (rows, EPS))
+    for _ in range(3):
+        x.mul_(2)
+        y = torch.empty_like(x)
+        assert made.relaunch(ready, y)
+        assert torch.equal(y, normed(x, weight, bias))
+    device.fails = 5
+    with pytest.raises(RuntimeError, match="cuLaunchKernel: CUDA error 5"):
+        made.relaunch(ready, y)
+    assert device.launched == [FORWARD] * 4
+
+
 # -- norms -----------------------------------------------------------------------------------------------------------
 
 

@@ -79,49 +79,120 @@ inline PyObject* kernel(PyObject*, PyObject* args) {
   return PyCapsule_New(made, KERNEL, nullptr);
 }
 
-// launch(kernel, programs, tensors, scalars): whether it was; not if a tensor begins at an odd place, or a count is too
-// large.
+union Slot {
+  void* pointer;
+  int32_t count;
+  float number;
+};
+
+// What the driver is given: a pointer to each argument. May not be moved.
+struct Arguments {
+  Slot slots[MOST_ARGUMENTS];
+  Slot nothing{nullptr};
+  void* given[MOST_ARGUMENTS + SCRATCH];
+  Py_ssize_t open = -1;  // place of the tensor that is given later: None stands for it
+
+  // False for what is left to Triton: a tensor that begins at an odd place, a count that is too large.
+  bool read(const Kernel& kernel, PyObject* tensors, PyObject* scalars) {
+    const size_t pointers = PySequence_Fast_GET_SIZE(tensors), numbers = PySequence_Fast_GET_SIZE(scalars);
+    TORCH_CHECK(pointers + numbers == kernel.takes.size() && pointers + numbers <= MOST_ARGUMENTS,
+                "a kernel takes " + kernel.takes + ", given " + to_string(pointers) + " tensors and " +
+                    to_string(numbers) + " numbers");
+    for (size_t index = 0; index < pointers + numbers; ++index) {
+      given[index] = &slots[index];
+      PyObject* item = index < pointers ? PySequence_Fast_GET_ITEM(tensors, index)
+                                        : PySequence_Fast_GET_ITEM(scalars, index - pointers);
+      if (!(index < pointers ? read_tensor(index, item) : read_number(index, kernel.takes[index], item))) return false;
+    }
+    for (size_t index = 0; index < SCRATCH; ++index) given[pointers + numbers + index] = &nothing;
+    return true;
+  }
+
+  bool read_tensor(size_t index, PyObject* tensor) {
+    if (tensor == Py_None && open < 0) {
+      open = static_cast<Py_ssize_t>(index);
+      return true;
+    }
+    slots[index].pointer = pointer_of(tensor_of(tensor));
+    return is_aligned(slots[index].pointer);
+  }
+
+  bool read_number(size_t index, char kind, PyObject* number) {
+    Slot& slot = slots[index];
+    if (kind == 'f') {
+      slot.number = static_cast<float>(PyFloat_AsDouble(number));
+    } else {
+      int beyond = 0;
+      const int64_t count = PyLong_AsLongLongAndOverflow(number, &beyond);
+      if (beyond || count != static_cast<int32_t>(count)) return false;
+      slot.count = static_cast<int32_t>(count);
+    }
+    if (PyErr_Occurred()) throw python_error();
+    return true;
+  }
+};
+
+inline int64_t count_of(PyObject* number) {
+  const int64_t count = PyLong_AsLongLong(number);
+  if (PyErr_Occurred()) throw python_error();
+  return count;
+}
+
+// launch(kernel, programs, tensors, scalars): whether it was; not if that is left to Triton.
 inline PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
   check_count(number, 4);
   const Kernel& kernel = kernel_of(args[0]);
-  const int64_t programs = PyLong_AsLongLong(args[1]);
-  if (PyErr_Occurred()) throw python_error();
+  const int64_t programs = count_of(args[1]);
   const Object tensors = own(PySequence_Fast(args[2], "tensors")), scalars = own(PySequence_Fast(args[3], "scalars"));
-  union Slot {
-    void* pointer;
-    int32_t count;
-    float number;
-  } slots[MOST_ARGUMENTS];
-  void* given[MOST_ARGUMENTS + SCRATCH];
-  const size_t pointers = PySequence_Fast_GET_SIZE(tensors.get()), numbers = PySequence_Fast_GET_SIZE(scalars.get());
-  TORCH_CHECK(pointers + numbers == kernel.takes.size() && pointers + numbers <= MOST_ARGUMENTS,
-              "a kernel takes " + kernel.takes + ", given " + to_string(pointers) + " tensors and " +
-                  to_string(numbers) + " numbers");
-  for (size_t index = 0; index < pointers + numbers; ++index) {
-    Slot& slot = slots[index];
-    given[index] = &slot;
-    if (index < pointers) {
-      slot.pointer = pointer_of(tensor_of(PySequence_Fast_GET_ITEM(tensors.get(), index)));
-      if (!is_aligned(slot.pointer)) Py_RETURN_FALSE;
-      continue;
-    }
-    PyObject* scalar = PySequence_Fast_GET_ITEM(scalars.get(), index - pointers);
-    if (kernel.takes[index] == 'f') {
-      slot.number = static_cast<float>(PyFloat_AsDouble(scalar));
-    } else {
-      int beyond = 0;
-      const int64_t count = PyLong_AsLongLongAndOverflow(scalar, &beyond);
-      if (beyond || count != static_cast<int32_t>(count)) Py_RETURN_FALSE;
-      slot.count = static_cast<int32_t>(count);
-    }
-    if (PyErr_Occurred()) throw python_error();
-  }
-  Slot nothing{nullptr};
-  for (size_t index = 0; index < SCRATCH; ++index) given[pointers + numbers + index] = &nothing;
+  Arguments arguments;
+  if (!arguments.read(kernel, tensors.get(), scalars.get())) Py_RETURN_FALSE;
+  TORCH_CHECK_TYPE(arguments.open < 0, "must be a tensor, not NoneType");
   {
     const WithoutGil no_gil;
-    kernel.launch(programs, given);
+    kernel.launch(programs, arguments.given);
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// A launch to be made again and again. It keeps its tensors.
+struct Ready {
+  const Kernel& kernel;
+  int64_t programs;
+  Object tensors;
+  Arguments arguments;
+};
+constexpr auto READY = "mixedopt.Ready";
+
+inline void forget_ready(PyObject* capsule) { delete static_cast<Ready*>(PyCapsule_GetPointer(capsule, READY)); }
+
+// ready(kernel, programs, tensors, scalars): a capsule; None if that is left to Triton. One of the tensors may be None.
+inline PyObject* ready(PyObject*, PyObject* const* args, Py_ssize_t number) {
+  HANDLE_TH_ERRORS
+  check_count(number, 4);
+  const Object scalars = own(PySequence_Fast(args[3], "scalars"));
+  std::unique_ptr<Ready> made(new Ready{kernel_of(args[0]), count_of(args[1]), own(PySequence_Tuple(args[2])), {}});
+  if (!made->arguments.read(made->kernel, made->tensors.get(), scalars.get())) Py_RETURN_NONE;
+  return PyCapsule_New(made.release(), READY, forget_ready);
+  END_HANDLE_TH_ERRORS
+}
+
+// relaunch(ready) or relaunch(ready, tensor in the place of None): whether it was launched, as of launch.
+inline PyObject* relaunch(PyObject*, PyObject* const* args, Py_ssize_t number) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(number > 0, "takes a launch");
+  auto& ready = held_by<Ready>(args[0], READY);
+  Arguments& arguments = ready.arguments;
+  check_count(number, arguments.open < 0 ? 1 : 2);
+  if (number == 2) {
+    void* pointer = pointer_of(tensor_of(args[1]));
+    if (!is_aligned(pointer)) Py_RETURN_FALSE;
+    arguments.slots[arguments.open].pointer = pointer;
+  }
+  {
+    const WithoutGil no_gil;
+    ready.kernel.launch(ready.programs, arguments.given);
   }
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS

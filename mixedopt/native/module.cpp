@@ -15,6 +15,8 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 PyMethodDef METHODS[] = {
     {"kernel", mixedopt::kernel, METH_VARARGS, nullptr},
     {"launch", fast(mixedopt::launch), METH_FASTCALL, nullptr},
+    {"ready", fast(mixedopt::ready), METH_FASTCALL, nullptr},
+    {"relaunch", fast(mixedopt::relaunch), METH_FASTCALL, nullptr},
     {"rows", mixedopt::new_rows, METH_NOARGS, nullptr},
     {"add_rows", mixedopt::add_rows, METH_VARARGS, nullptr},
     {"add_rows_backward", mixedopt::add_rows_backward, METH_VARARGS, nullptr},
