@@ -215,8 +215,10 @@ class Bucket:
         Raises:
             ValueError: if a parameter no longer lies in the flat buffer.
         """
+        if self._walks.stand(self.params, self._pointers, self._versions if self.is_half else None):
+            return
         self._check_places()
-        if self.is_half and self._walks.versions(self.params) != self._versions:
+        if self.is_half:
             with torch.no_grad():  # in the rare case alone: a context costs as much as the look at ten weights
                 if self.is_open:
                     self.refresh_()

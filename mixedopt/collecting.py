@@ -83,8 +83,11 @@ class Collector:
         self._kernels = kernels
         self._number_()
 
-    def collect_(self) -> Collected | None:
+    def collect_(self, *, capturing: bool = False) -> Collected | None:
         """Measure the gradients of the window, and take them out of it.
+
+        Args:
+            capturing: True iff a graph is being captured.
 
         Returns:
             ``None`` if there are none, or this is not the way: they are sparse,
@@ -100,7 +103,7 @@ class Collector:
         waiting = self._waiting()
         if waiting is None or not any(waiting.there):
             return None
-        self.table.upload_(waiting.addresses)
+        self.table.upload_(waiting.addresses, capturing=capturing)
         wide = self._gather(waiting) if self._wide or not self._kernels else []
         for index, (part, evidence) in enumerate(zip(self._parts, self._evidence, strict=True)):
             self._measure_(index, waiting, wide)

@@ -97,7 +97,7 @@ class DeviceTier(EagerTier):
         collected = None
         if self._serves():
             self._begin_()
-            collected = self.collector.collect_()
+            collected = self.collector.collect_(capturing=capturing)
         if collected is None:
             if capturing:
                 raise RuntimeError(
@@ -176,13 +176,12 @@ class DeviceTier(EagerTier):
 
     def _hear_(self) -> None:
         """Log and raise what the device has told by now. Syncs: none; one before an error."""
-        told: Any = Standing(*self.scaler.told.tolist())
+        told: Any = Standing._make(self.scaler.told.tolist())
         fresh, exhausted = int(told.skipped) - self._heard_skips, told.exhausted > self._heard_exhausted
-        self._heard_skips += max(fresh, 0)
-        self._heard_exhausted = max(told.exhausted, self._heard_exhausted)
-        if fresh > 0:
-            self._log(fresh, told)
         self._tries += 1
+        if fresh > 0:
+            self._heard_skips += fresh
+            self._log(fresh, told)
         self._look_at_range_(fresh > 0 or self._tries % RANGE_CHECK_INTERVAL == 0)
         if exhausted:
             config, state = self.scaler.config, self.scaler.state

@@ -55,6 +55,11 @@ class GradientBuffer:
         self._padding = layout.padding().to(device) if device.type == "cuda" else None
 
     @property
+    def made(self) -> bool:
+        """True iff the buffer exists."""
+        return self._flat is not None
+
+    @property
     def flat(self) -> Tensor:
         """The buffer: 1-d, ``layout.size`` values; made when first read."""
         if self._flat is None:

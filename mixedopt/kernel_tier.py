@@ -114,7 +114,7 @@ class KernelTier(DeviceTier):
         tables = self._own_()
         self._stepping = collected.there
         self._note_(collected.there)
-        if not self._capturing():
+        if self.collector.table.lasting:  # a graph is told before each replay
             self.push_()
         launches = self._launches(tables, collected)
         with on_device(self.home):

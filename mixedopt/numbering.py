@@ -84,19 +84,17 @@ class AddressTable:
         self.at_home, self.parts = self._own, self._own_parts
         self.aligned = self.lasting = True
 
-    def upload_(self, addresses: bytes) -> None:
+    def upload_(self, addresses: bytes, *, capturing: bool = False) -> None:
         """Bring the addresses of all slots, int64, to the devices, unless they are there. Syncs: none."""
-        numbering = self._numbering
-        on_gpu = numbering.home.type == "cuda"
-        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         if addresses == self._known and not capturing:
             return
+        numbering = self._numbering
         numbered = array.array("q", bytes(8 * numbering.slots))
         for first, part in numbering.spread(array.array("q", addresses)):
             numbered[first : first + len(part)] = part
         fresh = torch.frombuffer(numbered, dtype=torch.int64)
         self.aligned = not bool(torch.bitwise_and(fresh, 15).any())
-        if on_gpu:
+        if numbering.home.type == "cuda":
             fresh = self._pinned(fresh, capturing=capturing)
         if capturing:  # a graph keeps tables of its own, which it fills at each replay
             self.at_home = fresh.to(numbering.home, non_blocking=True, copy=True)

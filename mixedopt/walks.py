@@ -38,6 +38,9 @@ class Walks(Protocol):
     def versions(self, params: Sequence[Tensor], /) -> bytes:
         """Return each version counter."""
 
+    def stand(self, params: Sequence[Tensor], pointers: bytes, versions: bytes | None, /) -> bool:
+        """True iff each lies where it is said to, and has that version; ``None`` allows any."""
+
     def gradients(self, params: Sequence[Tensor], /) -> bytes | None:
         """Return where each ``.grad`` lies; ``None`` unless all are there, dense, laid out as their parameters."""
 
@@ -58,6 +61,10 @@ class InPython:
     def versions(self, params: Sequence[Tensor], /) -> bytes:
         """As ``Walks``."""
         return _packed(map(VERSION, params))
+
+    def stand(self, params: Sequence[Tensor], pointers: bytes, versions: bytes | None, /) -> bool:
+        """As ``Walks``."""
+        return self.pointers(params) == pointers and (versions is None or self.versions(params) == versions)
 
     def gradients(self, params: Sequence[Tensor], /) -> bytes | None:
         """As ``Walks``. Torch sees to it that shapes and devices are the parameters'."""

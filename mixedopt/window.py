@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -315,8 +316,9 @@ class Window:
             self._sparse_values = []
         if self._held is not None:
             self._held.clear_(keep_memory=keep_memory)
-        for buffer in [*self._buffers, *(half for half in self._half_buffers if half is not None)]:
-            buffer.release(keep=keep_memory)
+        for buffer in itertools.chain(self._buffers, self._half_buffers):
+            if buffer is not None and buffer.made:
+                buffer.release(keep=keep_memory)
         self._narrow = False
         self.number += 1
         self.unscaled = self.stale = False

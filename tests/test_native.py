@@ -86,6 +86,21 @@ def test_walks_of_cxx_find_what_those_of_python_find(specs: list[tuple[Any, ...]
 
 @needs_library
 @pytest.mark.parametrize("way", [library, IN_PYTHON], ids=["cxx", "python"])
+@given(st.lists(st.integers(0, 3), max_size=4), st.integers(-1, 9), st.sampled_from(["pointers", "versions"]))
+def test_parameters_stand_where_they_were_seen(way: Any, edits: list[int], place: int, what: str) -> None:
+    """Unless a place, a version or their number differs; versions may be of no interest."""
+    params = [parameter((2, 3), torch.float16, "absent", count) for count in edits]
+    seen = {"pointers": way.pointers(params), "versions": way.versions(params)}
+    assert way.stand(params, seen["pointers"], seen["versions"])
+    changed = with_number(seen[what], place, 1) if 0 <= place < len(params) else seen[what] + bytes(8)
+    differs = changed != seen[what]
+    seen[what] = changed
+    assert way.stand(params, seen["pointers"], seen["versions"]) is not differs
+    assert way.stand(params, seen["pointers"], None) is not (differs and what == "pointers")
+
+
+@needs_library
+@pytest.mark.parametrize("way", [library, IN_PYTHON], ids=["cxx", "python"])
 def test_gradients_that_were_taken_live_as_long_as_what_keeps_them(way: Any) -> None:
     """Kernels read them by address; then their memory is free."""
     params = {nn.Parameter(torch.ones(5)): "name", nn.Parameter(torch.ones(2)): "other"}

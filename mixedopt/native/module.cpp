@@ -27,6 +27,7 @@ PyMethodDef METHODS[] = {
     {"linear", fast(mixedopt::linear), METH_FASTCALL, nullptr},
     {"pointers", mixedopt::pointers, METH_O, nullptr},
     {"versions", mixedopt::versions, METH_O, nullptr},
+    {"stand", fast(mixedopt::stand), METH_FASTCALL, nullptr},
     {"gradients", mixedopt::gradients, METH_O, nullptr},
     {"take", mixedopt::take, METH_O, nullptr},
     {"bump", fast(mixedopt::bump), METH_FASTCALL, nullptr},

@@ -28,6 +28,25 @@ inline PyObject* bytes_of(const std::vector<int64_t>& numbers) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
+// Numbers that bytes_of has packed; valid as long as the object.
+struct Numbers {
+  const char* bytes;
+  size_t size;
+
+  explicit Numbers(PyObject* packed) {
+    char* begin;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(packed, &begin, &length) < 0) throw python_error();
+    bytes = begin, size = static_cast<size_t>(length) / sizeof(int64_t);
+  }
+
+  int64_t operator[](size_t place) const {  // bytes need not be aligned
+    int64_t number;
+    std::memcpy(&number, bytes + place * sizeof number, sizeof number);
+    return number;
+  }
+};
+
 inline int64_t address_of(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.data_ptr()); }
 
 inline PyObject* pointers(PyObject*, PyObject* params) {
@@ -43,6 +62,23 @@ inline PyObject* versions(PyObject*, PyObject* params) {
   std::vector<int64_t> found;
   for_each(params, [&](const Tensor& param) { found.push_back(param._version()); });
   return bytes_of(found);
+  END_HANDLE_TH_ERRORS
+}
+
+// stand(params, pointers, versions or None): whether each lies there, and has that version.
+inline PyObject* stand(PyObject*, PyObject* const* args, Py_ssize_t number) {
+  HANDLE_TH_ERRORS
+  check_count(number, 3);
+  const Numbers pointers(args[1]), versions(args[2] == Py_None ? args[1] : args[2]);
+  const bool any_version = args[2] == Py_None;
+  size_t place = 0;
+  bool all = true;
+  for_each(args[0], [&](const Tensor& param) {
+    all = all && place < pointers.size && place < versions.size && address_of(param) == pointers[place] &&
+          (any_version || static_cast<int64_t>(param._version()) == versions[place]);
+    ++place;
+  });
+  return PyBool_FromLong(all && place == pointers.size && place == versions.size);
   END_HANDLE_TH_ERRORS
 }
 
@@ -81,14 +117,11 @@ inline PyObject* take(PyObject*, PyObject* params) {
 inline PyObject* bump(PyObject*, PyObject* const* args, Py_ssize_t number) {
   HANDLE_TH_ERRORS
   check_count(number, 2);
-  char* bytes;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(args[1], &bytes, &size) < 0) throw python_error();
-  std::vector<int64_t> versions(size / sizeof(int64_t));
-  if (size) std::memcpy(versions.data(), bytes, versions.size() * sizeof(int64_t));
+  const Numbers versions(args[1]);
+  std::vector<int64_t> raised(versions.size);
+  for (size_t place = 0; place < versions.size; ++place) raised[place] = versions[place] + 1;
   for_each(args[0], [](const Tensor& param) { param.unsafeGetTensorImpl()->bump_version(); });
-  for (int64_t& version : versions) ++version;
-  return bytes_of(versions);
+  return bytes_of(raised);
   END_HANDLE_TH_ERRORS
 }
 

@@ -23,7 +23,8 @@ RADAM_LENGTH = 5.0
 
 def _serves(group: Group, *also: str) -> bool:
     """As ``plain``, for what divides by a root plus eps: in the padding by eps alone."""
-    betas = all(isinstance(beta, (int, float)) for beta in group["betas"])
+    beta1, beta2 = group["betas"]
+    betas = isinstance(beta1, (int, float)) and isinstance(beta2, (int, float))
     return plain(group, "lr", "weight_decay", "eps", *also) and betas and group["eps"] > 0
 
 
