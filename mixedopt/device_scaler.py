@@ -90,6 +90,8 @@ class DeviceScaler(LossScaler):
     def _like(self, loss: Tensor) -> Tensor:
         if type(loss) is not Tensor:  # it may be spread over devices
             return super()._like(loss)
+        if loss.dtype == torch.float32 and loss.device == self.device and not loss.dim():
+            return self.signals[0] * 1.0  # a kernel costs the host less than a copy
         away = loss.device.type != "cpu"  # the host must not look before the number is there
         own = self.signals[0].to(device=loss.device, dtype=loss.dtype, non_blocking=away, copy=True)
         return own.view_as(loss) if loss.dim() else own

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,30 @@ def row_of(form: Form, group: Mapping[str, Any]) -> list[float]:
 def where_of(pieces: Pieces) -> tuple[Tensor, ...]:
     """Return the first arguments of the kernel that updates: which values a program steps."""
     return pieces.slot, pieces.start, pieces.within, pieces.count
+
+
+class UpdateLauncher(Protocol):
+    """A kernel that steps a bucket."""
+
+    def again(self, pieces: int, tensors: Sequence[Tensor], /) -> Callable[[], None]:
+        """Return what launches it, again and again: of ``where_of`` pieces, numbers, addresses, weights, state."""
+
+
+class StepKernels(Protocol):
+    """A room of kernels, ``step_kernels`` or ``host_kernels``: what they return is called at every step."""
+
+    def measuring(
+        self, addresses: Tensor, pieces: Pieces, source: torch.dtype, evidence: Tensor, aligned: bool
+    ) -> Callable[[], None]:
+        """Return what measures the gradients of a bucket."""
+
+    def planning(self, form: Form, tensors: Sequence[Tensor | None], slots: int) -> Callable[[Tensor], None]:
+        """Return what decides, and works out the numbers of every slot; it is given the report."""
+
+    def update_launcher(
+        self, form: Form, device: torch.device, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool, /
+    ) -> UpdateLauncher:
+        """Return the launcher of what steps a bucket of such gradients and weights."""
 
 
 # -- the lines that all languages share ------------------------------------------------------------------------------

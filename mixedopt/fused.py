@@ -48,6 +48,8 @@ class FusedTier(DeviceTier):
     def __init__(self, *args: Any, kernels: Any, **options: Any) -> None:
         super().__init__(*args, kernels=kernels, wide=True, **options)
         self._kernels = kernels
+        self._judging: Any = None  # the kernel that judges this evidence
+        self._judges: Tensor | None = None
         self._stepped: set[int] = set()
         self._state_of: Any = None
         self._rates: list[Tensor] = []
@@ -135,9 +137,11 @@ class FusedTier(DeviceTier):
     def _judge_(self, collected: Collected, report: Tensor) -> None:
         scaler, slots_of = self.scaler, self.collector.numbering.slots_of
         if self._kernels:
-            self._kernels.launch_plan(
-                None, (*collected.evidence, slots_of, *scaler.tensors(), report), self.collector.numbering.slots
-            )
+            if self._judges is not collected.evidence:
+                tensors = *collected.evidence, slots_of, *scaler.tensors(), None
+                self._judging = self._kernels.planning(None, tensors, self.collector.numbering.slots)
+                self._judges = collected.evidence
+            self._judging(report)
         else:
             judge_(scaler, collected.evidence, slots_of, report)
 

@@ -36,6 +36,7 @@ FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-fno-mat
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64", "i686") else "-mcpu=native"
 # From the best to what every compiler takes.
 CHOICES = ((NATIVE, "-fopenmp"), ("-fopenmp",), (NATIVE,), ())
+CPU = torch.device("cpu")
 logger = logging.getLogger("mixedopt")
 Function = Callable[[int, int, int], None]
 
@@ -114,7 +115,7 @@ def planner(form: Form) -> Function:
 
 @functools.cache
 def update_launcher(
-    form: Form, device: int | None, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
+    form: Form, device: torch.device, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
 ) -> Launcher:
     """Return what launches the update.
 
@@ -158,7 +159,7 @@ def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
     pairs = list(itertools.product({*dtypes, torch.float32}, dtypes))
     with ThreadPoolExecutor() as pool:  # a compiler runs on one core
         jobs: list[Future[Any]] = [pool.submit(measurer, kind) for kind in {kind for kind, _ in pairs}]
-        jobs += [pool.submit(update_launcher, form, None, kind, dtype, False, True) for kind, dtype in pairs]
+        jobs += [pool.submit(update_launcher, form, CPU, kind, dtype, False, True) for kind, dtype in pairs]
         jobs.append(pool.submit(planner, form))
         for job in jobs:
             job.result()
@@ -170,5 +171,5 @@ def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
         measuring(addresses, pieces, kind, evidence, True)()
         judging = (*evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, None)
         planning(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)(report)
-        update = update_launcher(form, None, kind, dtype, False, True)
+        update = update_launcher(form, CPU, kind, dtype, False, True)
         update.again(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))()

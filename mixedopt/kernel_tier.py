@@ -19,7 +19,7 @@ from mixedopt.collecting import Collected
 from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
 from mixedopt.flat_state import FlatState, hand_over_
-from mixedopt.forms import form_of, row_of, where_of
+from mixedopt.forms import StepKernels, form_of, row_of, where_of
 from mixedopt.groups import has_hooks
 from mixedopt.kernels import on_device
 from mixedopt.numbering import Numbering
@@ -92,7 +92,7 @@ class KernelTier(DeviceTier):
 
     name = "compiled"
 
-    def __init__(self, rule: Rule, kernels: Any, *args: Any, **options: Any) -> None:
+    def __init__(self, rule: Rule, kernels: StepKernels, *args: Any, **options: Any) -> None:
         super().__init__(*args, kernels=kernels, wide=False, **options)
         self._rule, self._kernels = rule, kernels
         self._tables: Tables | None = None
@@ -147,14 +147,13 @@ class KernelTier(DeviceTier):
         state, pieces, table = tables.states[index], self.collector.numbering.pieces[index], self.collector.table
         bucket = state.bucket
         split, aligned = bucket.flat_remainder is not None, table.aligned and pieces.aligned
-        launch = self._kernels.update_launcher(tables.form, bucket.device.index, grads, bucket.dtype, split, aligned)
+        launch = self._kernels.update_launcher(tables.form, bucket.device, grads, bucket.dtype, split, aligned)
         if bucket.flat_remainder is not None:
             own: tuple[Tensor, ...] = (bucket.flat_model, bucket.flat_remainder)
         else:
             own = (bucket.flat_master, bucket.flat_model) if bucket.is_half else (bucket.flat_master,)
         where = *where_of(pieces), tables.rooms[index], table.parts[index]
-        again: Callable[[], None] = launch.again(pieces.number, (*where, *own, *state.flats))
-        return again
+        return launch.again(pieces.number, (*where, *own, *state.flats))
 
     def before_replay_(self) -> object:
         """As in ``DeviceTier``; state that was loaded is taken over, hyperparameters are brought along."""

@@ -25,7 +25,9 @@ from triton.language.extra import libdevice  # type: ignore[import-not-found,imp
 from mixedopt.dialects import TRITON
 from mixedopt.flat import plan_layout
 from mixedopt.forms import OWN, ZEROS, Form, lines_of_judgement, lines_of_numbers, lines_of_update, where_of
-from mixedopt.gather_kernels import gather_, measure_, restore_
+from mixedopt.gather_kernels import gather_ as gather_
+from mixedopt.gather_kernels import measuring as measuring
+from mixedopt.gather_kernels import restore_
 from mixedopt.judgement import Rules, Standing
 from mixedopt.kernel_writer import lines_of
 from mixedopt.launching import Launcher
@@ -243,11 +245,11 @@ def plan_launcher(form: Form | None, device: int) -> Launcher:
 
 @functools.cache
 def update_launcher(
-    form: Form, device: int, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
+    form: Form, device: torch.device, grads: torch.dtype, model: torch.dtype, split: bool, aligned: bool
 ) -> Launcher:
     """Return the launcher of the second kernel for gradients and weights of these dtypes."""
     kernel = kernel_of(update_source(form, grads, model, split), {})
-    return Launcher(kernel, device, (PIECE, BLOCK, aligned), WARPS)
+    return Launcher(kernel, device.index or 0, (PIECE, BLOCK, aligned), WARPS)
 
 
 def planning(form: Form | None, tensors: Sequence[Tensor | None], slots: int) -> Callable[[Tensor], None]:
@@ -308,8 +310,8 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
             for kind in {dtype, torch.float32}:
                 grad = zeros(64, dtype=kind)
                 addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
-                measure_(addresses, pieces, kind, evidence, aligned)
+                measuring(addresses, pieces, kind, evidence, aligned)()
                 judging = (*evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, None)
                 planning(form, (*judging, addresses, steps, begun, hyper, group_of, table, *scalars), 4)(report)
-                launch = update_launcher(form, device.index or 0, kind, dtype, splits, aligned)
-                launch(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))
+                launch = update_launcher(form, device, kind, dtype, splits, aligned)
+                launch.again(pieces.number, (*where_of(pieces), table, addresses, *weights, *state))()

@@ -16,7 +16,7 @@ from mixedopt.compiled import CompiledTier, check_rule, covering_rule
 from mixedopt.device_scaler import DeviceScaler
 from mixedopt.eager import EagerTier
 from mixedopt.errors import in_one_line
-from mixedopt.forms import form_of
+from mixedopt.forms import StepKernels, form_of
 from mixedopt.fused import FusedTier, is_fused
 from mixedopt.kernel_tier import KernelTier
 from mixedopt.loss_scale import LossScaleConfig
@@ -133,7 +133,7 @@ def _compiled(request: Request) -> Choice:
     return Choice(functools.partial(CompiledTier, check_rule(request.inner, request.dtypes)), narrow=True)
 
 
-def _room() -> Any:
+def _room() -> StepKernels:
     """Return the room of a GPU's kernels, which needs Triton."""
     from mixedopt import step_kernels
 

@@ -169,7 +169,7 @@ def test_the_update_of_a_rule_is_the_rule(name: str, number: int) -> None:
     with ExactRoots():
         new = update(expected[0][:size], grad * 0.5, tuple(numbers.unbind()), *(each[:size] for each in expected[1:]))
     addresses = torch.tensor([grad.data_ptr()])
-    step = update_launcher(form, None, torch.float32, torch.float16, False, True)
+    step = update_launcher(form, torch.device("cpu"), torch.float32, torch.float16, False, True)
     step.again(pieces.number, (*where_of(pieces), table, addresses, master, model, *state))()
     for found, value in zip((master, *state), torch.utils._pytree.tree_leaves(new), strict=True):
         assert torch.equal(torch.nan_to_num(found[:size]), torch.nan_to_num(value.expand(size))), name
