@@ -84,7 +84,16 @@ def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.dtype.itemsize < 4:  # bf16 has no such lowest value
         return held(value, dtype)
     # The sum is -inf for -inf, and else what was clamped: its other part is too small, and at most 4 anyhow.
-    return value.clamp(min=lowest).add(value, alpha=torch.finfo(value.dtype).smallest_normal).to(dtype)
+    clamped, tiny = value.clamp(min=lowest), torch.finfo(value.dtype).smallest_normal
+    if type(value) is not Tensor or not value.is_cuda or not _is_plain_eager():
+        return clamped.add(value, alpha=tiny).to(dtype)
+    return torch.add(clamped, value, alpha=tiny, out=torch.empty_like(value, dtype=dtype))  # one kernel, not two
+
+
+def _is_plain_eager() -> bool:
+    """True iff torch may be told where to write: nobody traces or transforms."""
+    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return not (traced or torch._C._are_functorch_transforms_active())
 
 
 def held(value: Tensor, dtype: torch.dtype) -> Tensor:

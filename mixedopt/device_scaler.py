@@ -28,6 +28,7 @@ class DeviceScaler(LossScaler):
         signals: fp32, 0-d, each aligned to 16 bytes: S; 1 iff the last step
             met an inf or NaN; what its gradients were to be divided by; and
             multiplied by. Their addresses stay.
+        seed: S, fp32, 0-d, in memory of its own that nobody has seen, if a step has left one.
 
     Args:
         config: how S moves.
@@ -42,6 +43,7 @@ class DeviceScaler(LossScaler):
         self.standing = torch.zeros(len(Standing._fields), dtype=torch.float64, device=device)
         self.told = torch.zeros_like(self.standing, device=HOST, pin_memory=device.type == "cuda")
         self.rules = torch.zeros(len(Rules._fields), dtype=torch.float64, device=device)
+        self.seed: Tensor | None = None
         self.signals: tuple[Tensor, ...] = torch.zeros((4, 4), device=device, dtype=torch.float32)[:, 0].unbind()
         self.load_(config, self._state)
         self.write_("culprit", -1)
@@ -51,6 +53,10 @@ class DeviceScaler(LossScaler):
         """S and its counters, on the host. Syncs: one read."""
         scale, *counters = self.standing[:STATE].tolist()
         return make_state(scale, *map(int, counters), device=HOST)
+
+    def capturing(self) -> bool:
+        """True iff a graph is being captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return what a kernel reads and writes: standing, rules, told, and the signals, one by one."""
@@ -68,6 +74,7 @@ class DeviceScaler(LossScaler):
 
     def return_to_(self, standing: Tensor) -> None:
         """Take back what was judged since ``standing`` was: a step that failed counts for nothing. Syncs: none."""
+        self.seed = None
         self.standing.copy_(standing)
         self.told.copy_(standing, non_blocking=True)
         self.signals[0].copy_(standing[0])
@@ -78,6 +85,7 @@ class DeviceScaler(LossScaler):
         self.rules.copy_(torch.tensor(rules_of(config, self._limit), dtype=torch.float64, device=HOST))
 
     def _take_(self, state: LossScaleState) -> None:
+        self.seed = None
         values = torch.stack([value.double() for value in state.tensors()]).to(HOST)
         self.standing[:STATE].copy_(values)
         self.told[:STATE].copy_(values)
@@ -90,8 +98,10 @@ class DeviceScaler(LossScaler):
     def _like(self, loss: Tensor) -> Tensor:
         if type(loss) is not Tensor:  # it may be spread over devices
             return super()._like(loss)
-        if loss.dtype == torch.float32 and loss.device == self.device and not loss.dim():
-            return self.signals[0] * 1.0  # a kernel costs the host less than a copy
+        seed, self.seed = self.seed, None
+        fits = loss.dtype == torch.float32 and loss.device == self.device
+        if seed is not None and fits and not self.capturing():  # a graph would begin with this S for ever
+            return seed.view_as(loss) if loss.dim() else seed
         away = loss.device.type != "cpu"  # the host must not look before the number is there
         own = self.signals[0].to(device=loss.device, dtype=loss.dtype, non_blocking=away, copy=True)
         return own.view_as(loss) if loss.dim() else own

@@ -22,7 +22,7 @@ from torch import Tensor
 from mixedopt.collecting import Collected, Collector
 from mixedopt.device_scaler import DeviceScaler
 from mixedopt.eager import RANGE_CHECK_INTERVAL, WARN_AFTER, EagerTier
-from mixedopt.judgement import Standing
+from mixedopt.judgement import NEXT_SCALE, REPORT, Standing
 from mixedopt.loss_scale import exhausted_error
 from mixedopt.report import StepReport
 from mixedopt.scaler import HOST
@@ -48,7 +48,7 @@ class DeviceTier(EagerTier):
         super().__init__(*args, **options)
         self.home = self.scaler.device
         self.collector = Collector(self.masters, self.window, self.home, wide=wide, kernels=kernels)
-        self._reports: list[Tensor] = []
+        self._rooms: list[tuple[Tensor, Tensor]] = []
         self._heard_skips = self._tries = 0
         self._heard_exhausted = 0.0
         self._largest: Tensor | None = None  # |fp16 weight|, NaN until the device has looked
@@ -93,7 +93,7 @@ class DeviceTier(EagerTier):
             LossScaleError, ValueError: as the optimizer says; of an earlier
                 step, since when no step was applied.
         """
-        capturing = self._capturing()
+        capturing = self.scaler.capturing()
         collected = None
         if self._serves():
             self._begin_()
@@ -106,12 +106,13 @@ class DeviceTier(EagerTier):
                 )
             super().step_()
             return
-        report = self._room_for_report(capturing=capturing)
+        report, seed = self._room_for_report(capturing=capturing)
         try:
             self._advance_(collected, report)
         except BaseException:
             self.drop_gradients_()
             raise
+        self.scaler.seed = None if capturing else seed
         del collected  # the gradients are free before the next ones are made
         if self.statistics is not None:
             self.statistics.restore_if_(self.scaler.signals[1])
@@ -120,25 +121,23 @@ class DeviceTier(EagerTier):
         if not capturing:
             self._hear_()
 
-    def _room_for_report(self, *, capturing: bool) -> Tensor:
-        """Return 4 numbers at home; made for many steps at once, but that a graph's are its own."""
-        if capturing or not self._reports:
-            rooms = list(torch.empty((1 if capturing else REPORTS, 4), dtype=torch.float64, device=self.home).unbind())
-            if capturing:
-                return rooms[0]
-            self._reports = rooms
-        return self._reports.pop()
-
-    def _capturing(self) -> bool:
-        """True iff a graph is being captured."""
-        return self.home.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _room_for_report(self, *, capturing: bool) -> tuple[Tensor, Tensor]:
+        """Return room for a report, at home, and the S in it; made for many steps, but that a graph's are its own."""
+        if not capturing and self._rooms:
+            return self._rooms.pop()
+        block = torch.empty((1 if capturing else REPORTS, REPORT), dtype=torch.float64, device=self.home)
+        scales = block.view(torch.float32)[:, 2 * NEXT_SCALE].unbind()
+        rooms = [(report, scale.data) for report, scale in zip(block.unbind(), scales, strict=True)]  # own versions
+        if not capturing:
+            self._rooms = rooms
+        return rooms.pop()
 
     def _serves(self) -> bool:
         """True iff this step may go the sync-free way."""
         raise NotImplementedError
 
     def _advance_(self, collected: Collected, report: Tensor) -> None:
-        """Judge and step; write (skip, norm, S) to ``report``. Syncs: none."""
+        """Judge and step; write ``report``, see ``judgement.REPORT``. Syncs: none."""
         raise NotImplementedError
 
     def _warn_if_unscaled(self) -> None:
@@ -170,6 +169,7 @@ class DeviceTier(EagerTier):
         """Note that the weights have moved, and hear what the device has told."""
         for bucket in self.masters.buckets:
             bucket.note_published_()
+        self.scaler.seed = None  # S has moved since
         self._hear_()
 
     # -- hearing of it -----------------------------------------------------------------

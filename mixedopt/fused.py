@@ -21,7 +21,7 @@ from mixedopt.device_scaler import DeviceScaler
 from mixedopt.device_tier import DeviceTier
 from mixedopt.gradients import FP32_MAX
 from mixedopt.groups import has_hooks
-from mixedopt.judgement import Judgement, Rules, Standing, judge
+from mixedopt.judgement import NEXT_SCALE, Judgement, Rules, Standing, judge
 from mixedopt.pieces import combine
 from mixedopt.rollback import Snapshot
 from mixedopt.scaler import HOST
@@ -108,7 +108,7 @@ class FusedTier(DeviceTier):
     @contextlib.contextmanager
     def _capturable(self) -> Iterator[None]:
         """Context in which a step may be captured: torch asks for the flag, and a graph for rates on the device."""
-        if not self._capturing():
+        if not self.scaler.capturing():
             yield
             return
         groups = self.inner.param_groups
@@ -157,7 +157,8 @@ def judge_(scaler: DeviceScaler, evidence: Tensor, slots_of: Tensor, report: Ten
     standing, rules = Standing(*scaler.standing.unbind()), Rules(*scaler.rules.unbind())
     judgement = judge(standing, rules, largest, norm, culprit)
     skip, factor = judgement.skip.float(), judgement.factor
-    report.copy_(torch.stack([skip.double(), judgement.norm, standing.scale, factor.double()]))
+    report[:NEXT_SCALE].copy_(torch.stack([skip.double(), judgement.norm, standing.scale, factor.double()]))
+    report[NEXT_SCALE:].view(torch.float32)[0].copy_(judgement.standing.scale)
     scaler.standing.copy_(torch.stack(judgement.standing))
     scaler.told.copy_(scaler.standing, non_blocking=True)
     for signal, value in zip(

@@ -27,7 +27,7 @@ from mixedopt.cxx import COMPILERS, compilers
 from mixedopt.flat import plan_layout
 from mixedopt.forms import ZEROS, Form, where_of
 from mixedopt.host_sources import measure_source, plan_source, update_source
-from mixedopt.judgement import Rules, Standing
+from mixedopt.judgement import REPORT, Rules, Standing
 from mixedopt.numbering import PIECE
 from mixedopt.pieces import Pieces, nothing, plan_pieces
 
@@ -154,7 +154,7 @@ def try_kernels(form: Form, dtypes: Collection[torch.dtype]) -> None:
     steps, begun, *scalars = (ZEROS(4) for _ in ("step", "begun", *rule.scalars))
     hyper, table = ZEROS((1, 1 + form.hypers + len(form.initial)), dtype=torch.float64), ZEROS((4, form.width))
     standing, rules = (ZEROS(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
-    signals, report = [ZEROS(4) for _ in range(4)], ZEROS(4, dtype=torch.float64)
+    signals, report = [ZEROS(4) for _ in range(4)], ZEROS(REPORT, dtype=torch.float64)
     evidence, group_of = pieces.new_evidence(), ZEROS(4, dtype=torch.int32)
     pairs = list(itertools.product({*dtypes, torch.float32}, dtypes))
     with ThreadPoolExecutor() as pool:  # a compiler runs on one core

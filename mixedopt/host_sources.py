@@ -12,7 +12,7 @@ import torch
 
 from mixedopt.dialects import CXX
 from mixedopt.forms import OWN, Form, lines_of_judgement, lines_of_numbers, lines_of_update
-from mixedopt.judgement import Rules, Standing
+from mixedopt.judgement import NEXT_SCALE, Rules, Standing
 from mixedopt.numbering import PIECE
 
 BLOCK = 256  # values that are worked on at once, in the first-level cache
@@ -188,6 +188,7 @@ def plan_source(form: Form) -> str:
         f"    *signal_divisor = 1.0f / {factor};",
         f"    *signal_multiplier = {factor};",
         *(f"    report[{i}] = {value};" for i, value in enumerate((skip, unscaled, "now_scale", factor))),
+        f"    std::memcpy(report + {NEXT_SCALE}, signal_scale, sizeof(float));",
         *numbers_source(form, skip, factor),
     ]
     return HEAD + function("plan", "slots", pointers, lines)

@@ -39,6 +39,12 @@ class Standing(NamedTuple):
     culprit: Tensor
 
 
+# What a step leaves behind, fp64: skip (1 or 0), norm, S, factor, and as one fp32 the S of the next step. It has memory
+# of its own, of which backward is begun. The last number fills up to 16 bytes.
+REPORT = 6
+NEXT_SCALE = 4  # its place
+
+
 class Rules(NamedTuple):
     """What does not move; fp64, 0-d: the knobs of the loss scale, and two limits."""
 

@@ -100,6 +100,8 @@ class MixedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input @ weight.T + bias``."""
         weight, bias = self.weight, self.bias
+        if type(input) is Tensor and input.dtype == weight.dtype and input.dim() < 3:  # C++ has nothing for a matrix
+            return F.linear(input, weight, bias)
         if not torch.compiler.is_compiling() and (library := loaded()) is not None:
             result: Tensor | None = library.linear(input, weight, bias)
             if result is not None:

@@ -28,7 +28,7 @@ from mixedopt.forms import OWN, ZEROS, Form, lines_of_judgement, lines_of_number
 from mixedopt.gather_kernels import gather_ as gather_
 from mixedopt.gather_kernels import measuring as measuring
 from mixedopt.gather_kernels import restore_
-from mixedopt.judgement import Rules, Standing
+from mixedopt.judgement import NEXT_SCALE, REPORT, Rules, Standing
 from mixedopt.kernel_writer import lines_of
 from mixedopt.launching import Launcher
 from mixedopt.numbering import PIECE
@@ -80,6 +80,8 @@ def plan_source(form: Form | None) -> str:
             f"    tl.store(report + 1, {unscaled})",
             "    tl.store(report + 2, now_scale)",
             f"    tl.store(report + 3, ({factor}).to(tl.float64))",
+            f"    next_scale = (report + {NEXT_SCALE}).to(tl.pointer_type(tl.float32), bitcast=True)",
+            f"    tl.store(next_scale, {following[0]}.to(tl.float32))",
             *([] if form is None else numbers_source(form, skip, factor)),
             "",
         ]
@@ -280,7 +282,7 @@ def try_judging(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
             grad, evidence = zeros(64, dtype=dtype), pieces.new_evidence()
             addresses = torch.tensor([grad.data_ptr(), 0, 0, 0], device=device)
             gather_(addresses, pieces, dtype, zeros(64), evidence, aligned)
-        signals, report = [zeros(4) for _ in range(4)], zeros(4, dtype=torch.float64)
+        signals, report = [zeros(4) for _ in range(4)], zeros(REPORT, dtype=torch.float64)
         judging = (*evidence, pieces.slot, standing, rules, torch.ones_like(standing), *signals, None)
         planning(None, judging, 4)(report)
         nothing = torch.zeros(1, dtype=torch.int64, device=device)
@@ -298,7 +300,7 @@ def try_kernels(form: Form, device: torch.device, dtypes: Collection[torch.dtype
     steps, begun, *scalars = (zeros(4) for _ in ("step", "begun", *rule.scalars))
     hyper, table = zeros((1, 1 + form.hypers + len(form.initial)), dtype=torch.float64), zeros((4, form.width))
     standing, rules = (zeros(len(kind._fields), dtype=torch.float64) + 1 for kind in (Standing, Rules))
-    signals, report = [zeros(4) for _ in range(4)], zeros(4, dtype=torch.float64)
+    signals, report = [zeros(4) for _ in range(4)], zeros(REPORT, dtype=torch.float64)
     evidence, group_of = pieces.new_evidence(), zeros(4, dtype=torch.int32)
     with torch.cuda.device(device):
         for dtype, aligned in itertools.product(dtypes, (True, False)):

@@ -79,6 +79,19 @@ def test_a_graph_replays_the_run(tier: str, gradients: str) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_replays_and_other_steps_may_alternate(tier: str) -> None:
+    """Each begins with S as it is then."""
+    found = []
+    for captured in (False, True):
+        model, optimizer, step = build(tier, loss_scale=DynamicLossScale(2.0**10, growth_interval=2))
+        run = graphed(step, *batch(1)) if captured else step
+        for index in range(24):
+            (step if index % 4 == 3 else run)(*batch(index))
+        found.append([torch.tensor(optimizer.loss_scale), *everything(model, optimizer)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_split_masters_may_be_lent_between_calls(tier: str) -> None:
     """Before the capture and between replays, edited and published or only read: as without a graph."""
     found = []

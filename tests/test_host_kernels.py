@@ -22,7 +22,7 @@ from mixedopt.flat import plan_layout
 from mixedopt.forms import ZEROS, Form, where_of
 from mixedopt.host_kernels import Again, made, measuring, planning, update_launcher
 from mixedopt.host_sources import HEAD, STORED, function
-from mixedopt.judgement import Rules, Standing, rules_of
+from mixedopt.judgement import NEXT_SCALE, REPORT, Rules, Standing, rules_of
 from mixedopt.loss_scale import DynamicLossScale
 from mixedopt.numbering import PIECE
 from mixedopt.pieces import combine, plan_pieces
@@ -194,7 +194,7 @@ def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
         standing, rules = (torch.zeros(len(kind._fields), dtype=torch.float64) for kind in kinds)
         standing[0] = 8.0
         rules.copy_(torch.tensor(rules_of(DynamicLossScale(8.0), None)))
-        signals, report = [torch.zeros(1) for _ in range(4)], torch.zeros(4, dtype=torch.float64)
+        signals, report = [torch.zeros(1) for _ in range(4)], torch.zeros(REPORT, dtype=torch.float64)
         evidence = torch.tensor([[math.inf if bad else 2.0], [1.0]])
         judging = (*evidence, torch.zeros(1, dtype=torch.int32), standing, rules, torch.zeros_like(standing))
         of_slots = (addresses, steps, begun, hyper, torch.zeros(slots, dtype=torch.int32), table)
@@ -212,6 +212,7 @@ def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
             torch.testing.assert_close(found, torch.where(active, now.float(), then), rtol=ONE_ULP, atol=0)
         assert report[:3].tolist() == [float(bad), math.inf if bad else 0.25, 8.0]
         assert bad or report[3] == 0.125
+        assert report[NEXT_SCALE:].view(torch.float32)[0] == signals[0] == (4.0 if bad else 8.0)
 
 
 def test_threads_do_not_matter(dtype: torch.dtype) -> None:

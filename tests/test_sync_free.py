@@ -381,6 +381,31 @@ def test_a_tier_that_does_not_serve_says_so(device: torch.device, dtype: torch.d
         assert model.weight.dtype == torch.float32
 
 
+def test_backward_begins_with_a_scale_of_its_own(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """S as it is then, over growth, overflows, micro-steps and loads; who keeps it or writes into it harms nobody."""
+    scale = DynamicLossScale(2.0**7, growth_interval=2)
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier, loss_scale=scale)
+    saved, kept = through_file(optimizer.state_dict()), []
+    for step in range(12):
+        for micro in range(1 + step % 3):
+            loss = loss_of(model, step, use_branch=True)
+            loss.retain_grad()
+            before = optimizer.loss_scale
+            optimizer.backward(loss)
+            assert loss.grad == before
+            if micro != 1:
+                loss.grad.mul_(3)
+                before *= 3
+            kept.append((loss.grad, loss.grad._version, before))
+        if step == 5:
+            force_grads(optimizer, math.inf)
+        optimizer.step()
+        if step == 8:
+            optimizer.load_state_dict(saved)
+    assert all(grad == value and grad._version == version for grad, version, value in kept)
+    assert len({value for _, _, value in kept}) > 4
+
+
 def test_the_report_can_be_held(tier: str, device: torch.device, dtype: torch.dtype) -> None:
     """Each says of its own step, read in any order, later."""
     model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
