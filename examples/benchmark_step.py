@@ -14,8 +14,10 @@ Two more tables show how each arm grows with the number of parameters and, at on
 
 ``--gpt2-xl`` takes the shapes of GPT-2 XL (1.56 B parameters in 580 tensors) and of a miniature, all inner optimizers
 fused. "ms" is a step among others, with the device busy before it; "host ms" is how long ``step()`` keeps the host when
-the device is idle; "x floor" compares with the bytes that a step must move at the bandwidth of a copy, measured here;
-"peak B" are the bytes per parameter while stepping: weights, masters, state and gradients.
+the device is idle, while somebody else holds the gradients, so that no arm frees them; "and freed" is a step after
+which all gradients are free, by ``zero_grad()`` where the step leaves them; "x floor" compares with the bytes that a
+step must move at the bandwidth of a copy, measured here; "peak B" are the bytes per parameter while stepping: weights,
+masters, state and gradients.
 
     python examples/benchmark_step.py                      # 200 tensors, 10 M parameters, AdamW
     python examples/benchmark_step.py --device cuda --millions 1000
@@ -53,6 +55,7 @@ class Measured:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     host: dict[str, list[float]] = field(default_factory=dict)
+    freed: dict[str, list[float]] = field(default_factory=dict)
     peak: dict[str, float | None] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     paired: bool = True
@@ -225,15 +228,24 @@ def step_seconds(setup: Setup, arm: Arm) -> float:
 
 
 def host_in_turn(setup: Setup, arms: dict[str, Arm], found: Measured) -> None:
-    """Time how long ``step`` keeps the host, the device idle before it."""
+    """Time how long ``step`` keeps the host, the device idle before it: nobody frees gradients, or all are freed."""
     found.host |= {name: [] for name in arms}
+    found.freed |= {name: [] for name in arms}
     for _ in range(setup.rounds):
         for name, arm in arms.items():
             arm.fill()
+            kept = [param.grad for param in arm.params]
             synchronize(setup.device)
             start = time.perf_counter()
             arm.step()
             found.host[name].append(time.perf_counter() - start)
+            del kept
+            arm.fill()
+            synchronize(setup.device)
+            start = time.perf_counter()
+            arm.step()
+            arm.drop()
+            found.freed[name].append(time.perf_counter() - start)
             synchronize(setup.device)
 
 
@@ -364,19 +376,26 @@ def gpt2_tables(base: Setup, which: str, show: Show) -> dict[str, float]:
         for name, times in found.seconds.items():
             low, middle, high = (value * 1e3 for value in reports.spread(times))
             ratios[f"{name} / {amp}"] = found.ratio(name, amp)
-            host, peak = statistics.median(found.host[name]) * 1e3, found.peak.get(name)
-            figures = (f"{middle:.3f}", f"{low:.3f} - {high:.3f}", f"{ratios[f'{name} / {amp}']:.2f}", f"{host:.3f}")
+            host, freed = (f"{statistics.median(times[name]) * 1e3:.3f}" for times in (found.host, found.freed))
+            peak = found.peak.get(name)
+            figures = (f"{middle:.3f}", f"{low:.3f} - {high:.3f}", f"{ratios[f'{name} / {amp}']:.2f}", host, freed)
             rows.append([name, *figures, f"{middle / 1e3 / floor:.2f}", "-" if peak is None else f"{peak:.1f}", ""])
         size = f"{setup.parameters / 1e6:.4g} M parameters in {len(setup.shapes)} tensors"
         note = (
             f"Floor: {FLOOR_BYTES[setup.optimizer]} bytes per parameter at the {bandwidth / 1e12:.3g} TB/s of a copy, "
         )
         note += f"{floor * 1e3:.3f} ms." + ("" if found.paired else " One arm after the other: ratios are of medians.")
-        head = ["", "ms", "quartiles", "x torch.amp", "host ms", "x floor", "peak B", ""]
-        data = {"seconds": found.seconds, "host": found.host, "peak": found.peak, "bandwidth": bandwidth}
+        head = ["", "ms", "quartiles", "x torch.amp", "host ms", "and freed", "x floor", "peak B", ""]
+        data = {
+            "seconds": found.seconds,
+            "host": found.host,
+            "freed": found.freed,
+            "peak": found.peak,
+            "bandwidth": bandwidth,
+        }
         data |= {"floor": floor, "in turn": found.paired}
         line = f"Step: {title}, {size}, {what(setup)}"
-        show({"title": line, "note": note, "head": head, "rows": rows + refused_rows(found, 6), "data": data})
+        show({"title": line, "note": note, "head": head, "rows": rows + refused_rows(found, 7), "data": data})
     return ratios
 
 

@@ -60,10 +60,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class Arm:
-    """Parameters of its own: ``fill`` makes new gradients, ``step`` does what follows ``backward``."""
+    """Parameters of its own: ``fill`` makes new gradients, ``step`` follows ``backward``, ``drop`` frees them."""
 
+    params: list[nn.Parameter]
     fill: Call
     step: Call
+    drop: Call
 
 
 # name -> arm, in the order of the tables
@@ -130,9 +132,9 @@ def make_arm(setup: Setup, spec: Spec) -> Arm:
 
     inner = make_inner(setup, spec, params)
     if spec.kind == "bare":
-        return Arm(fill, bare_step(inner, params, spec))
+        return Arm(params, fill, bare_step(inner, params, spec), inner.zero_grad)
     if spec.kind == "amp":
-        return Arm(fill, amp_step(inner, params, spec, setup.device))
+        return Arm(params, fill, amp_step(inner, params, spec, setup.device), inner.zero_grad)
     optimizer = MixedPrecisionOptimizer(
         inner, loss_scale=HALF_SCALE, max_grad_norm=CLIP if spec.clip else None, tier=spec.tier, master=spec.master
     )
@@ -145,7 +147,7 @@ def make_arm(setup: Setup, spec: Spec) -> Arm:
     def step() -> None:
         optimizer.step()
 
-    return Arm(scaled_fill, step)
+    return Arm(params, scaled_fill, step, optimizer.zero_grad)
 
 
 def make_inner(setup: Setup, spec: Spec, params: list[nn.Parameter]) -> torch.optim.Optimizer:
