@@ -107,12 +107,14 @@ class DeviceTier(EagerTier):
             super().step_()
             return
         report, seed = self._room_for_report(capturing=capturing)
+        self.scaler.seed = None  # also if this fails when S has moved
         try:
             self._advance_(collected, report)
         except BaseException:
             self.drop_gradients_()
             raise
-        self.scaler.seed = None if capturing else seed
+        if not capturing:
+            self.scaler.seed = seed
         del collected  # the gradients are free before the next ones are made
         if self.statistics is not None:
             self.statistics.restore_if_(self.scaler.signals[1])

@@ -409,6 +409,30 @@ def test_backward_begins_with_a_scale_of_its_own(tier: str, device: torch.device
     assert len({value for _, _, value in kept}) > 4
 
 
+def test_backward_begins_with_the_scale_after_a_step_that_failed(
+    tier: str, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if S had moved by then."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
+    train(model, optimizer, range(2))
+    force_grads(optimizer, math.inf)
+    advance = optimizer._tier._advance_
+
+    def fails(*args: Any) -> None:
+        advance(*args)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._tier, "_advance_", fails)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    begun: list[Tensor] = []
+    loss = loss_of(model, 3, use_branch=True)
+    loss.register_hook(begun.append)
+    optimizer.backward(loss)
+    assert begun[0] == optimizer.loss_scale
+
+
 def test_the_report_can_be_held(tier: str, device: torch.device, dtype: torch.dtype) -> None:
     """Each says of its own step, read in any order, later."""
     model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
