@@ -218,7 +218,7 @@ class Bucket:
         if self._walks.stand(self.params, self._pointers, self._versions if self.is_half else None):
             return
         self._check_places()
-        if self.is_half:
+        if self.is_half and self._walks.versions(self.params) != self._versions:
             with torch.no_grad():  # in the rare case alone: a context costs as much as the look at ten weights
                 if self.is_open:
                     self.refresh_()

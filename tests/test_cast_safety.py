@@ -284,6 +284,20 @@ def test_repacked_weights_are_followed(kept: bool, device: torch.device, dtype: 
     assert_same(runs[0], runs[1])
 
 
+def test_masters_that_were_edited_outlive_a_repack(device: torch.device, dtype: torch.dtype) -> None:
+    """Weights that were moved, not written, say nothing about masters."""
+    model = seeded(lambda: nn.Sequential(nn.LSTM(4, 4)), device)
+    repack_(model[0])
+    optimizer = steps(model, torch.randn(3, 2, 4, device=device), dtype)
+    name, master = next(optimizer.named_masters())
+    with torch.no_grad():
+        master.fill_(7.0)
+    repack_(model[0])
+    optimizer.publish()
+    assert bool((model.get_parameter(name) == 7.0).all())
+    assert bool((master == 7.0).all())
+
+
 def test_a_converted_model_is_freed_at_once(device: torch.device, dtype: torch.dtype) -> None:
     """No hook keeps it alive: without waiting for the garbage collector."""
     model = seeded(Lists, device)
