@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -91,9 +92,9 @@ def _lowered_tensor(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_plain_eager() -> bool:
-    """True iff torch may be told where to write: nobody traces or transforms."""
+    """True iff torch may be told where to write: nobody traces, transforms or takes forward derivatives."""
     traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    return not (traced or torch._C._are_functorch_transforms_active())
+    return not (traced or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
 def held(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import seeded
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from mixedopt import CastPolicy, convert
 from mixedopt.casting import CastInputs, cast, lowered
@@ -397,6 +398,16 @@ def test_a_tensor_with_a_gradient_keeps_its_infinity(dtype: torch.dtype) -> None
     found.backward()
     assert value.grad.item() == 1
     assert lowered(value.detach(), dtype).item() == torch.finfo(dtype).min
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of forward derivatives
+def test_a_derivative_goes_through_the_door(device: torch.device, dtype: torch.dtype) -> None:
+    """Forward-mode, on every device."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(3, device=device), torch.full((3,), 2.0, device=device))
+        tangent = forward_ad.unpack_dual(lowered(dual, dtype)).tangent
+    assert tangent is not None
+    assert bool((tangent == 2.0).all())
 
 
 def test_a_mask_of_the_model_is_lowered_at_its_door(device: torch.device, dtype: torch.dtype) -> None:
