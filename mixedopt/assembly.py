@@ -117,9 +117,9 @@ class Parts:
         """Leave the model fp32 and the inner optimizer in charge of it."""
         self.tier.window.close()
         self.roster.return_()
-        for watch in (self.tier.statistics, self.tier.guard, self.tier.window, self.loads):
-            if watch is not None:
-                watch.remove()
+        self.tier.remove()
+        if self.loads is not None:
+            self.loads.remove()
 
 
 def assemble(inner: torch.optim.Optimizer, model: nn.Module | None, options: Options) -> Parts:

@@ -98,8 +98,7 @@ class Collector:
 
         Syncs: none.
         """
-        if len(self.numbering.buckets) != len(self._masters.buckets):
-            self._number_()
+        self.follow_()
         waiting = self._waiting()
         if waiting is None or not any(waiting.there):
             return None
@@ -111,6 +110,11 @@ class Collector:
                 part.copy_(evidence, non_blocking=True)
         kept = waiting.grads, self._window.drop_model_grads_()
         return Collected(self._all_evidence, waiting.there, waiting.dtypes, wide, kept)
+
+    def follow_(self) -> None:
+        """Take in buckets that are new."""
+        if len(self.numbering.buckets) != len(self._masters.buckets):
+            self._number_()
 
     def _number_(self) -> None:
         """Take in the buckets that there are."""

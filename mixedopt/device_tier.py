@@ -49,6 +49,7 @@ class DeviceTier(EagerTier):
         self.home = self.scaler.device
         self.collector = Collector(self.masters, self.window, self.home, wide=wide, kernels=kernels)
         self._rooms: list[tuple[Tensor, Tensor]] = []
+        self._captured = False  # a graph may move S, unnoticed
         self._heard_skips = self._tries = 0
         self._heard_exhausted = 0.0
         self._largest: Tensor | None = None  # |fp16 weight|, NaN until the device has looked
@@ -113,7 +114,8 @@ class DeviceTier(EagerTier):
         except BaseException:
             self.drop_gradients_()
             raise
-        if not capturing:
+        self._captured |= capturing
+        if not self._captured:
             self.scaler.seed = seed
         del collected  # the gradients are free before the next ones are made
         if self.statistics is not None:
@@ -127,9 +129,10 @@ class DeviceTier(EagerTier):
         """Return room for a report, at home, and the S in it; made for many steps, but that a graph's are its own."""
         if not capturing and self._rooms:
             return self._rooms.pop()
-        block = torch.empty((1 if capturing else REPORTS, REPORT), dtype=torch.float64, device=self.home)
-        scales = block.view(torch.float32)[:, 2 * NEXT_SCALE].unbind()
-        rooms = [(report, scale.data) for report, scale in zip(block.unbind(), scales, strict=True)]  # own versions
+        with torch.inference_mode(False):  # this step's mode is not that of the next ones
+            block = torch.empty((1 if capturing else REPORTS, REPORT), dtype=torch.float64, device=self.home)
+            scales = block.view(torch.float32)[:, 2 * NEXT_SCALE].unbind()
+            rooms = [(report, scale.data) for report, scale in zip(block.unbind(), scales, strict=True)]  # own versions
         if not capturing:
             self._rooms = rooms
         return rooms.pop()
@@ -161,6 +164,7 @@ class DeviceTier(EagerTier):
             A token: with another one than at the capture, the graph is void.
         """
         self._begin_()
+        self.collector.follow_()
         self.masters.end_loans_()  # a graph works on the halves
         if self.statistics is not None:
             self.statistics.close()  # what was loaded into them stands
@@ -171,7 +175,6 @@ class DeviceTier(EagerTier):
         """Note that the weights have moved, and hear what the device has told."""
         for bucket in self.masters.buckets:
             bucket.note_published_()
-        self.scaler.seed = None  # S has moved since
         self._hear_()
 
     # -- hearing of it -----------------------------------------------------------------

@@ -234,6 +234,12 @@ class EagerTier:
             not decision.skip, decision.skip, reason, self.window.dropped, norm, self.scaler.state.scale.clone()
         )
 
+    def remove(self) -> None:
+        """Let go of the model and of the inner optimizer, whose parameters it has again."""
+        for watch in (self.statistics, self.guard, self.window):
+            if watch is not None:
+                watch.remove()
+
     def disown_(self) -> None:
         """Note that the inner optimizer's state may have been replaced."""
 

@@ -22,6 +22,7 @@ from mixedopt.device_tier import DeviceTier
 from mixedopt.gradients import FP32_MAX
 from mixedopt.groups import has_hooks
 from mixedopt.judgement import NEXT_SCALE, Judgement, Rules, Standing, judge
+from mixedopt.kernels import on_device
 from mixedopt.pieces import combine
 from mixedopt.rollback import Snapshot
 from mixedopt.scaler import HOST
@@ -141,7 +142,8 @@ class FusedTier(DeviceTier):
                 tensors = *collected.evidence, slots_of, *scaler.tensors(), None
                 self._judging = self._kernels.planning(None, tensors, self.collector.numbering.slots)
                 self._judges = collected.evidence
-            self._judging(report)
+            with on_device(self.home):
+                self._judging(report)
         else:
             judge_(scaler, collected.evidence, slots_of, report)
 

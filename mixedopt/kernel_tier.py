@@ -239,6 +239,12 @@ class KernelTier(DeviceTier):
         super()._apply_(decision)
         self.disown_()  # the inner optimizer may have made state of its own
 
+    def remove(self) -> None:
+        """See the eager tier."""
+        super().remove()
+        if self._tables is not None:
+            self._tables.launches.clear()  # they keep the half weights
+
     def disown_(self) -> None:
         """See the eager tier: what is there now is taken over by the next step."""
         self._adopted = None

@@ -171,6 +171,7 @@ ALLOWED: dict[str, set[str]] = {
         "gradients",
         "groups",
         "judgement",
+        "kernels",
         "pieces",
         "rollback",
         "scaler",

@@ -92,6 +92,35 @@ def test_replays_and_other_steps_may_alternate(tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_a_step_beside_a_graph_made_by_hand_begins_with_the_scale(tier: str) -> None:
+    """Whose replays nobody tells of: S has moved all the same."""
+    _, optimizer, step = build(tier, loss_scale=DynamicLossScale(2.0**10, growth_interval=2))
+    x, factor = batch(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(x, factor)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(x, factor)
+    scales = set()
+    for _ in range(3):
+        for _ in range(3):
+            graph.replay()
+        begun: list[Tensor] = []
+        loss = x.sum().requires_grad_() * 1.5
+        loss.register_hook(begun.append)
+        optimizer.backward(loss)
+        optimizer.zero_grad()
+        assert begun[0] == optimizer.loss_scale
+        scales.add(optimizer.loss_scale)
+        step(x, factor)
+    assert len(scales) == 3
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_split_masters_may_be_lent_between_calls(tier: str) -> None:
     """Before the capture and between replays, edited and published or only read: as without a graph."""
     found = []

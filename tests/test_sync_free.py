@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from models import assert_same, force_grads, loss_of, masters_of, overflow, snapshot, through_file, train, wrapped
 from strategies import dynamic_scales
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mixedopt import DynamicLossScale, LossScaleError, MixedPrecisionOptimizer, SharedLossScale, StaticLossScale
 from mixedopt.decision import Evidence, decide
@@ -431,6 +432,70 @@ def test_backward_begins_with_the_scale_after_a_step_that_failed(
     loss.register_hook(begun.append)
     optimizer.backward(loss)
     assert begun[0] == optimizer.loss_scale
+
+
+def test_a_step_in_inference_mode_leaves_an_ordinary_scale(tier: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Hooks of later losses may write into it."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
+    train(model, optimizer, range(1))  # a first step makes state, which would be of the mode
+    optimizer._tier._rooms.clear()
+    optimizer.backward(loss_of(model, 0))
+    with torch.inference_mode():
+        optimizer.step()
+    for step in range(2):
+        loss = loss_of(model, step)
+        loss.register_hook(lambda slope: slope.mul_(1.0))
+        optimizer.backward(loss)
+        optimizer.step()
+    assert optimizer.applied_steps == 4
+
+
+def test_a_conversion_that_was_removed_keeps_no_half_weights(
+    tier: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Nor the launches that were made of them."""
+    model, optimizer = wrapped(device, dtype, MAKES["AdamW"], tier=tier)
+    train(model, optimizer, range(2))
+    memory = StorageWeakRef(optimizer._parts.masters.buckets[0].flat_model.untyped_storage())
+    optimizer.policy_handle.remove()
+    assert memory.expired()
+
+
+@pytest.mark.parametrize("how", ["added", "loaded"])
+def test_parameters_that_join_between_replays_make_another_step(
+    how: str, tier: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """A graph is asked for its token before each replay; steps go on either way."""
+
+    def build(*, frozen: bool) -> tuple[nn.Sequential, MixedPrecisionOptimizer]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+        model[1].requires_grad_(not frozen)
+        params = (model if how == "loaded" else model[0]).parameters()
+        inner = MAKES["AdamW"](list(params), fused=tier == "fused")
+        return model, MixedPrecisionOptimizer(inner, model, dtype=dtype, tier=tier, loss_scale=128.0)
+
+    def step(model: nn.Module, optimizer: MixedPrecisionOptimizer) -> None:
+        optimizer.backward(model(torch.ones(2, 4, device=device)).float().square().mean())
+        optimizer.step()
+
+    both = build(frozen=True)
+    model, optimizer = both
+    step(*both)
+    token = optimizer._tier.before_replay_()
+    assert optimizer._tier.before_replay_() is token
+    if how == "added":
+        model[1].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+    else:
+        another = build(frozen=False)
+        step(*another)
+        optimizer.load_state_dict(another[1].state_dict())
+        model[1].requires_grad_(True)
+    assert optimizer._tier.before_replay_() is not token
+    before = model[1].weight.detach().clone()
+    step(*both)
+    assert optimizer.last_step.applied
+    assert not torch.equal(model[1].weight, before)
 
 
 def test_the_report_can_be_held(tier: str, device: torch.device, dtype: torch.dtype) -> None:
