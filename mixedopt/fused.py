@@ -113,6 +113,11 @@ class FusedTier(DeviceTier):
             yield
             return
         groups = self.inner.param_groups
+        if len(self._rates) != len(groups):
+            raise RuntimeError(
+                "step() of the fused tier in a graph made by hand: learning rates would stay those of the capture. "
+                "Use mixedopt.graphed(train_step, *samples), or tier='compiled'."
+            )
         before = [(group.get("capturable"), group["lr"]) for group in groups]
         for group, rate in zip(groups, self._rates, strict=True):
             group.update({"lr": rate} | ({"capturable": True} if "capturable" in group else {}))

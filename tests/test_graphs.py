@@ -91,20 +91,25 @@ def test_replays_and_other_steps_may_alternate(tier: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_a_step_beside_a_graph_made_by_hand_begins_with_the_scale(tier: str) -> None:
-    """Whose replays nobody tells of: S has moved all the same."""
-    _, optimizer, step = build(tier, loss_scale=DynamicLossScale(2.0**10, growth_interval=2))
-    x, factor = batch(1)
+def by_hand(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return a graph of a step, captured without ``graphed``."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(x, factor)
+            step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(x, factor)
+        step()
+    return graph
+
+
+def test_a_step_beside_a_graph_made_by_hand_begins_with_the_scale() -> None:
+    """Whose replays nobody tells of: S has moved all the same."""
+    _, optimizer, step = build("compiled", loss_scale=DynamicLossScale(2.0**10, growth_interval=2))
+    x, factor = batch(1)
+    graph = by_hand(lambda: step(x, factor))
     scales = set()
     for _ in range(3):
         for _ in range(3):
@@ -118,6 +123,14 @@ def test_a_step_beside_a_graph_made_by_hand_begins_with_the_scale(tier: str) -> 
         scales.add(optimizer.loss_scale)
         step(x, factor)
     assert len(scales) == 3
+
+
+def test_a_graph_made_by_hand_cannot_follow_the_rates_of_a_fused_optimizer() -> None:
+    """Said so, with what to use."""
+    _, _, step = build("fused")
+    x, factor = batch(1)
+    with pytest.raises(RuntimeError, match=r"in a graph made by hand.*Use mixedopt.graphed"):
+        by_hand(lambda: step(x, factor))
 
 
 @pytest.mark.parametrize("tier", TIERS)
