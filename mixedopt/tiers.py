@@ -20,6 +20,7 @@ from mixedopt.forms import StepKernels, form_of
 from mixedopt.fused import FusedTier, is_fused
 from mixedopt.kernel_tier import KernelTier
 from mixedopt.loss_scale import LossScaleConfig
+from mixedopt.native import native
 from mixedopt.rules import Rule
 from mixedopt.scaler import LossScaler, SharedLossScale
 
@@ -151,6 +152,7 @@ def _rule_on_host(request: Request) -> Rule | None:
     rule = covering_rule(request.inner)
     try:
         host_kernels.try_kernels(form_of(rule, request.inner), request.dtypes | {torch.float32})
+        native()  # for the walks of a step
     except Exception as error:
         logger.info("no kernels on a CPU, torch.compile instead: %s", in_one_line(error))
         return None

@@ -1,7 +1,7 @@
 """What a step looks at, and does, for every parameter.
 
-They are many and each is little, so beside a GPU C++ does it (``native``): the
-interpreter would cost more than the work. Here is what each function means.
+They are many and each is little, so beside a GPU, and in the compiled tier of a
+CPU, C++ does it (``native``): the interpreter would cost more than the work. Here is what each function means.
 
 Numbers of many parameters are bytes, int64 each, so that they are compared at
 once; ``numbers`` reads them.
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mixedopt.native import native
+from mixedopt.native import loaded, native
 
 NOWHERE = 16  # the address of a gradient of no values
 # Mapped over many tensors: half the time of a comprehension.
@@ -100,8 +100,8 @@ IN_PYTHON = InPython()
 
 
 def walks_for(devices: Iterable[torch.device]) -> Walks:
-    """Return the faster way for parameters of these devices."""
-    library: Any = native() if any(device.type == "cuda" for device in devices) else None
+    """Return the faster way for parameters of these devices: for a CPU alone no library is made, but one is used."""
+    library: Any = native() if any(device.type == "cuda" for device in devices) else loaded()
     return IN_PYTHON if library is None else library
 
 

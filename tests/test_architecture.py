@@ -200,6 +200,7 @@ ALLOWED: dict[str, set[str]] = {
         "host_kernels",
         "kernel_tier",
         "loss_scale",
+        "native.__init__",
         "rules.__init__",
         "scaler",
         "step_kernels",

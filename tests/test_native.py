@@ -507,6 +507,14 @@ def test_what_was_made_is_kept(elsewhere: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(list(elsewhere.rglob("*.so"))) == 2
 
 
+@needs_library
+def test_the_compiled_tier_of_a_cpu_is_walked_by_cxx() -> None:
+    """Who asks for speed gets it."""
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer = MixedPrecisionOptimizer(inner, loss_scale=1.0, tier="compiled")
+    assert optimizer._tier.window._walks is library
+
+
 def test_a_cpu_needs_no_library(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a compiler there."""
     monkeypatch.setattr(walks, "native", lambda: pytest.fail("asked for"))
