@@ -508,11 +508,14 @@ def test_what_was_made_is_kept(elsewhere: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_library
-def test_the_compiled_tier_of_a_cpu_is_walked_by_cxx() -> None:
-    """Who asks for speed gets it."""
+def test_the_compiled_tier_of_a_cpu_is_walked_by_cxx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for speed gets it: the library is asked for, and used."""
+    asked: list[bool] = []
+    monkeypatch.setattr("mixedopt.tiers.native", lambda: asked.append(True))
     inner = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer = MixedPrecisionOptimizer(inner, loss_scale=1.0, tier="compiled")
     assert optimizer._tier.window._walks is library
+    assert asked
 
 
 def test_a_cpu_needs_no_library(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
