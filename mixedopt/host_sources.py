@@ -15,7 +15,10 @@ from mixedopt.forms import OWN, Form, lines_of_judgement, lines_of_numbers, line
 from mixedopt.judgement import NEXT_SCALE, Rules, Standing
 from mixedopt.numbering import PIECE
 
-BLOCK = 256  # values that are worked on at once, in the first-level cache
+LANES = 32  # values that are worked on at once, in registers
+READ = 1024  # values whose squares are summed in fp32, in so many lanes
+SAFE = 32  # a largest value between 2**-SAFE and 2**SAFE: no sum of squares leaves fp32, and none that counts is lost
+FAR = 2**22  # values from which on no cache is taken to hold what a step moves
 STORED = {torch.float16: "half", torch.bfloat16: "brain", torch.float32: "float"}
 # Name -> type of what it points to.
 EVIDENCE = {"peaks": "float", "sums": "float"}
@@ -37,7 +40,7 @@ HEAD = """\
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#ifdef __F16C__
+#if defined(__F16C__) || defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -88,7 +91,8 @@ template <class Stored> static inline void widen(float* __restrict wide, const S
 }
 
 static inline void widen(float* __restrict wide, const float* __restrict from, int64_t size) {
-    std::memcpy(wide, from, sizeof(float) * size);
+    #pragma omp simd
+    for (int64_t i = 0; i < size; ++i) wide[i] = from[i];
 }
 
 template <class Stored> static inline void narrow(Stored* __restrict to, const float* __restrict wide, int64_t size) {
@@ -112,40 +116,105 @@ static inline void narrow(half* __restrict to, const float* __restrict wide, int
 #endif
 """
 
+MEASURES = """
+struct Lanes {
+    double totals[LANES] = {};
+    float sums[LANES] = {};
+    uint32_t most[LANES] = {};
+};
+
+// Side by side in lanes of our own number: no processor's width is in the bits of a sum.
+static inline void add(Lanes& lanes, const float* __restrict wide, float unit) {
+    #pragma omp simd
+    for (int64_t i = 0; i < LANES; ++i) {
+        const float value = wide[i] * unit;
+        const uint32_t magnitude = bits_as<uint32_t>(wide[i]) & 0x7fffffffu;
+        lanes.most[i] = lanes.most[i] > magnitude ? lanes.most[i] : magnitude;
+        lanes.sums[i] += value * value;
+    }
+}
+
+template <class Stored> static inline const float* wide(float* room, const Stored* from) {
+    widen(room, from, LANES);
+    return room;
+}
+
+static inline const float* wide(float*, const float* from) { return from; }
+
+template <class Stored>
+static inline double squares(const Stored* grads, int64_t count, float unit, uint32_t& largest) {
+    Lanes lanes;
+    for (int64_t first = 0; first < count; first += READ) {
+        const int64_t last = count - first < READ ? count : first + READ, whole = last - (last - first) % LANES;
+        for (int64_t i = first; i < whole; i += LANES) {
+            alignas(64) float room[LANES];
+            add(lanes, wide(room, grads + i), unit);
+        }
+        if (whole < last) {
+            alignas(64) float rest[LANES] = {};
+            widen(rest, grads + whole, last - whole);
+            add(lanes, rest, unit);
+        }
+        for (int64_t i = 0; i < LANES; ++i) lanes.totals[i] += lanes.sums[i];
+        for (float& sum : lanes.sums) sum = 0.0f;
+    }
+    double total = 0.0;
+    largest = 0;
+    for (double each : lanes.totals) total += each;
+    for (uint32_t each : lanes.most) largest = largest > each ? largest : each;
+    return total;
+}
+"""
 MEASURE = """
     for (int64_t piece = 0; piece < pieces; ++piece) {
         const int32_t slot = slots_of[piece];
         const int64_t address = slot < 0 ? 0 : addresses[slot], count = address ? counts[piece] : 0;
         const STORED* grads = (const STORED*)address + withins[piece];
-        alignas(64) float wide[PIECE];
-        uint32_t most = 0;
-        for (int64_t first = 0; first < count; first += BLOCK) {
-            const int64_t size = count - first < BLOCK ? count - first : BLOCK;
-            widen(wide + first, grads + first, size);
-            #pragma omp simd reduction(max:most)
-            for (int64_t i = first; i < first + size; ++i) {
-                const uint32_t magnitude = bits_as<uint32_t>(wide[i]) & 0x7fffffffu;
-                most = most > magnitude ? most : magnitude;
-            }
-        }
+        uint32_t most;
+        float unit = 1.0f;
+        double total = squares(grads, count, unit, most);
+        const int32_t exponent = (int32_t)(most >> 23) - 127;
         const float peak = bits_as<float>(most);
-        double total = 0.0;
-        if (most != 0 && most < 0x7f800000u) {
-            const int32_t exponent = (int32_t)(most >> 23) - 127;
-            const int32_t power = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
-            const float unit = bits_as<float>((uint32_t)(127 - power) << 23), top = peak * unit;
-            for (int64_t first = 0; first < count; first += BLOCK) {
-                const int64_t end = count - first < BLOCK ? count : first + BLOCK;
-                float squares = 0.0f;
-                #pragma omp simd reduction(+:squares)
-                for (int64_t i = first; i < end; ++i) squares += (wide[i] * unit) * (wide[i] * unit);
-                total += squares;
+        if (most == 0 || most >= 0x7f800000u) {
+            total = 0.0;
+        } else {
+            if (exponent < -SAFE || exponent > SAFE) {  // squares might leave fp32, which those of fp16 never do
+                const int32_t power = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+                unit = bits_as<float>((uint32_t)(127 - power) << 23);
+                total = squares(grads, count, unit, most);
             }
-            total /= (double)top * (double)top;
+            const double top = (double)(peak * unit);
+            total /= top * top;
         }
         peaks[piece] = peak;
         sums[piece] = (float)total;
     }
+"""
+
+PUBLISH = """
+// Past the caches, that need not read first what is overwritten whole; x86 alone has a way for all compilers.
+template <class Stored>
+static inline void publish(Stored* __restrict to, const float* __restrict wide, int64_t size, bool past) {
+#ifdef __SSE2__
+    if (past && ((uintptr_t)to & 15) == 0) {
+        alignas(64) Stored near[LANES];
+        narrow(near, wide, size);
+        const int64_t whole = size - size % 8;
+        for (int64_t i = 0; i < whole; i += 8)
+            _mm_stream_si128((__m128i*)(to + i), _mm_load_si128((const __m128i*)(near + i)));
+        for (int64_t i = whole; i < size; ++i) to[i] = near[i];
+        return;
+    }
+#endif
+    (void)past;
+    narrow(to, wide, size);
+}
+
+static inline void settle() {
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
 """
 
 JUDGE = """\
@@ -166,9 +235,12 @@ JUDGE = """\
 
 def measure_source(grads: torch.dtype) -> str:
     """Return the function that measures gradients of a dtype."""
-    loop = MEASURE.replace("STORED", STORED[grads]).replace("PIECE", str(PIECE)).replace("BLOCK", str(BLOCK))
-    pointers = {"addresses": "int64_t", **WHERE, **EVIDENCE}
-    return HEAD + function("measure", "threads", pointers, [PARALLEL, *loop.strip("\n").splitlines()])
+    own = {"STORED": STORED[grads], "READ": READ, "LANES": LANES, "SAFE": SAFE}
+    lines = [PARALLEL, *MEASURE.strip("\n").splitlines()]
+    text = MEASURES + function("measure", "threads", {"addresses": "int64_t", **WHERE, **EVIDENCE}, lines)
+    for name, value in own.items():
+        text = text.replace(name, str(value))
+    return HEAD + text
 
 
 def plan_source(form: Form) -> str:
@@ -232,6 +304,7 @@ def update_source(form: Form, grads: torch.dtype, model: torch.dtype) -> str:
     old = {name: f"its_{name}[i]" for name in rule.state}
     old |= {name: f"first_step ? initial_{name} : {old[name]}" for name in rule.state if name in form.initial}
     lines = [
+        *([f"    const bool past = pieces * {PIECE} >= {FAR};"] if half else []),
         PARALLEL,
         "    for (int64_t piece = 0; piece < pieces; ++piece) {",
         "        const int32_t slot = slots_of[piece];",
@@ -243,10 +316,9 @@ def update_source(form: Form, grads: torch.dtype, model: torch.dtype) -> str:
         *(f"        const float initial_{n} = row[{OWN + count + 1 + i}];" for i, n in enumerate(form.initial)),
         "        (void)first_step;",
         f"        const {STORED[grads]}* grads = (const {STORED[grads]}*)addresses[slot] + withins[piece];",
-        f"        for (int64_t first = 0; first < counts[piece]; first += {BLOCK}) {{",
-        f"            const int64_t size = counts[piece] - first < {BLOCK} ? counts[piece] - first : {BLOCK};",
+        "        const auto step = [&](int64_t first, int64_t size) __attribute__((always_inline)) {",
         "            const int64_t place = starts[piece] + first;",
-        f"            alignas(64) float wide[{BLOCK}], shown[{BLOCK}];",
+        f"            alignas(64) float wide[{LANES}], shown[{LANES}];",
         "            widen(wide, grads + first, size);",
         "            float* __restrict its_master = master + place;",
         *(f"            float* __restrict its_{name} = state_{name} + place;" for name in rule.state),
@@ -258,11 +330,15 @@ def update_source(form: Form, grads: torch.dtype, model: torch.dtype) -> str:
         *(f"                its_{name}[i] = {value};" for name, value in zip(rule.state, new, strict=True)),
         f"                its_master[i] = shown[i] = {param};",
         "            }",
-        *(["            narrow(model + place, shown, size);"] if half else []),
-        "        }",
+        *(["            publish(model + place, shown, size, past);"] if half else []),
+        "        };",
+        f"        const int64_t count = counts[piece], whole = count - count % {LANES};",
+        f"        for (int64_t first = 0; first < whole; first += {LANES}) step(first, {LANES});  // all in registers",
+        "        if (whole < count) step(whole, count - whole);",
+        *(["        if (past) settle();"] if half else []),
         "    }",
     ]
-    return HEAD + function("update", "threads", pointers, lines)
+    return HEAD + PUBLISH.replace("LANES", str(LANES)) + function("update", "threads", pointers, lines)
 
 
 PARALLEL = "    #pragma omp parallel for schedule(static) num_threads((int)threads)"

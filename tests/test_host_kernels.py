@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from written import EVERY_RULE, of_rule, rule_of
 
-from mixedopt import MixedPrecisionOptimizer, cxx, host_kernels
+from mixedopt import MixedPrecisionOptimizer, cxx, host_kernels, host_sources
 from mixedopt.compiled import CompiledTier, covering_rule
 from mixedopt.flat import plan_layout
 from mixedopt.forms import ZEROS, Form, where_of
 from mixedopt.host_kernels import Again, made, measuring, planning, update_launcher
-from mixedopt.host_sources import HEAD, STORED, function
+from mixedopt.host_sources import HEAD, LANES, PUBLISH, STORED, function
 from mixedopt.judgement import NEXT_SCALE, REPORT, Rules, Standing, rules_of
 from mixedopt.loss_scale import DynamicLossScale
 from mixedopt.numbering import PIECE
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 # One rounding to fp32 of what two libraries of fp64 functions differ by in the last place.
 ONE_ULP = 2.0**-23
-# Sums of 256 squares in fp32, of pieces in fp64.
+# Sums of 32 squares in fp32, of those in fp64.
 NORM = 1e-6
 
 
@@ -176,6 +176,40 @@ def test_the_update_of_a_rule_is_the_rule(name: str, number: int) -> None:
     assert torch.equal(torch.nan_to_num(model[:size]), torch.nan_to_num(master[:size].half()))
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@given(st.integers(1, 200), st.integers(0, 9))
+def test_weights_are_published_the_same_past_the_caches(half: torch.dtype, size: int, odd: int) -> None:
+    """Wherever they begin, whole groups and rests; nothing beside them is touched."""
+    pointers = {"from": "float", "to": STORED[half], "past": "int64_t"}
+    lines = [
+        f"    for (int64_t i = 0; i < pieces; i += {LANES})",
+        f"        publish(to + i, from + i, pieces - i < {LANES} ? pieces - i : {LANES}, *past);",
+        "    settle();",
+    ]
+    show = made(HEAD + PUBLISH.replace("LANES", str(LANES)) + function("show", "number", pointers, lines), "show")
+    values = torch.linspace(-3.0, 7.0, size)
+    for past in (0, 1):
+        room = torch.full((size + 32,), 5.0).to(half)
+        Again(show, size, (values, room[odd:], torch.tensor(past)))()
+        assert torch.equal(room[odd : odd + size], values.to(half))
+        assert (room[:odd] == 5).all()
+        assert (room[odd + size :] == 5).all()
+
+
+def test_steps_of_many_values_are_those_of_few(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, wherever one kind ends."""
+    found = []
+    for far in (1, 2**40):
+        monkeypatch.setattr(host_sources, "FAR", far)
+        host_kernels.update_launcher.cache_clear()
+        model, optimizer = wrapped(torch.device("cpu"), dtype, tier="compiled")
+        train(model, optimizer, range(3))
+        found.append((masters_of(optimizer), model.state_dict()))
+    host_kernels.update_launcher.cache_clear()
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other)
+
+
 @pytest.mark.parametrize(("name", "number"), EVERY_RULE)
 def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
     """Within a rounding; a slot without a gradient keeps its count and its scalars, and a skip those of all."""
@@ -216,13 +250,20 @@ def test_the_numbers_of_a_rule_are_the_rule(name: str, number: int) -> None:
 
 
 def test_threads_do_not_matter(dtype: torch.dtype) -> None:
-    """One or several: the same bits."""
+    """One or several: the same bits, of the same gradients; products of matrices by torch may differ."""
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            model, optimizer = wrapped(torch.device("cpu"), dtype, tier="compiled", max_grad_norm=0.1)
-            train(model, optimizer, range(4))
+            generator = torch.Generator().manual_seed(0)
+            params = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in (9000, 1, 5000, 70)]
+            optimizer = MixedPrecisionOptimizer(
+                torch.optim.AdamW(params, lr=0.1), loss_scale=1.0, tier="compiled", max_grad_norm=0.1
+            )
+            for _ in range(4):
+                for param in params:
+                    param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+                optimizer.step()
             found.append(masters_of(optimizer))
     finally:
         torch.set_num_threads(before)
