@@ -30,6 +30,7 @@ from mixedopt.flat_state import FlatState, hand_over_
 from mixedopt.gradients import ROW_OF_HALF, clip_factor, half_norm, row_squares
 from mixedopt.groups import has_hooks
 from mixedopt.rules import Rule, fault_of, rule_for
+from mixedopt.walks import walks_for
 
 RECOMPILE_LIMIT = 256
 Result = TypeVar("Result")
@@ -115,7 +116,8 @@ class CompiledTier(EagerTier):
         super().__init__(*args, **kwargs)
         self._rule = rule
         self._states: list[CountedState] = []
-        self._adopted: tuple[Any, list[int]] | None = None
+        self._walks = walks_for(bucket.device for bucket in self.masters.buckets)
+        self._adopted: tuple[Any, tuple[Any, ...]] | None = None
         self._runs: dict[tuple[Any, ...], list[list[Run]]] = {}
         self._compiled = compiled(rule.step_)
         self._squares = compiled(row_squares)
@@ -191,13 +193,12 @@ class CompiledTier(EagerTier):
             state.adopt_(self.inner)
         self._runs.clear()
 
-    def _form(self) -> list[int]:
+    def _form(self) -> tuple[Any, ...]:
         """Return by what, beside its identity, state is noticed that others made, or counts that others wrote."""
         counted = (each for state in self._states for each in (state.steps, *state.scalars))
-        entries = [entry for entry in self.inner.state.values() if isinstance(entry, dict)]
-        sizes = [len(entries), len(self.masters.buckets), len(self.inner.param_groups)]
-        values = itertools.chain.from_iterable(map(dict.values, entries))
-        return [*sizes, *(each._version for each in counted), *map(len, entries), *map(id, values)]
+        inner = self.inner
+        sizes = len(inner.state), len(self.masters.buckets), len(inner.param_groups)
+        return *sizes, *(each._version for each in counted), self._walks.held(inner.state)
 
     def _runs_of(self, moved: Sequence[Sequence[Any] | None]) -> list[list[Run]]:
         """Return the runs of every bucket, for gradients that are there as ``moved`` says."""

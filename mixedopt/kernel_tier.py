@@ -8,7 +8,6 @@ the inner optimizer's own step, by way of the eager tier.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from mixedopt.groups import has_hooks
 from mixedopt.kernels import on_device
 from mixedopt.numbering import Numbering
 from mixedopt.rules import Rule
+from mixedopt.walks import walks_for
 
 
 class Launches(NamedTuple):
@@ -95,6 +95,7 @@ class KernelTier(DeviceTier):
     def __init__(self, rule: Rule, kernels: StepKernels, *args: Any, **options: Any) -> None:
         super().__init__(*args, kernels=kernels, wide=False, **options)
         self._rule, self._kernels = rule, kernels
+        self._walks = walks_for([self.home])
         self._tables: Tables | None = None
         self._adopted: tuple[Any, ...] | None = None
         self._there: Sequence[bool] = ()
@@ -211,17 +212,10 @@ class KernelTier(DeviceTier):
     def _note_adopted_(self) -> None:
         self._adopted = (self.inner.state, *self._form())
 
-    def _form(self) -> tuple[int, ...]:
-        """Return by what, beside its identity, state is noticed that others made.
-
-        Edits in place need no notice. Entries are looked at on a CPU only: beside a GPU's step that would be dear.
-        """
+    def _form(self) -> tuple[int | bytes, ...]:
+        """Return by what, beside its identity, state is noticed that others made; edits in place need no notice."""
         state = self.inner.state
-        sizes = len(state), len(self.masters.buckets), len(self.inner.param_groups)
-        if self.home.type != "cpu":
-            return sizes
-        values = itertools.chain.from_iterable(entry.values() for entry in state.values() if isinstance(entry, dict))
-        return *sizes, *map(id, values)
+        return len(state), len(self.masters.buckets), len(self.inner.param_groups), self._walks.held(state)
 
     def settle_(self) -> None:
         """Forget the entries that a skipped first step has made. Syncs: one read, once after entries were made."""

@@ -50,6 +50,9 @@ class Walks(Protocol):
     def bump(self, params: Sequence[Tensor], versions: bytes, /) -> bytes:
         """Move each version counter by one; return these numbers plus one."""
 
+    def held(self, state: dict[Any, Any], /) -> bytes:
+        """Return the identity of each value in the entries of optimizer state; what is no entry has none."""
+
 
 class InPython:
     """``Walks`` where there is no library of C++."""
@@ -94,6 +97,11 @@ class InPython:
         """As ``Walks``."""
         torch.autograd.graph.increment_version(params)
         return _packed(version + 1 for version in numbers(versions))
+
+    def held(self, state: dict[Any, Any], /) -> bytes:
+        """As ``Walks``."""
+        entries = (entry.values() for entry in state.values() if isinstance(entry, dict))
+        return _packed(map(id, itertools.chain.from_iterable(entries)))
 
 
 IN_PYTHON = InPython()

@@ -186,8 +186,9 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "numbering",
         "rules.__init__",
+        "walks",
     },
-    "compiled": {"bucket", "decision", "eager", "flat", "flat_state", "gradients", "groups", "rules.__init__"},
+    "compiled": {"bucket", "decision", "eager", "flat", "flat_state", "gradients", "groups", "rules.__init__", "walks"},
     "graphs": {"device_tier", "errors", "optimizer"},
     "tiers": {
         "collecting",

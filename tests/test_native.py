@@ -114,6 +114,33 @@ def test_gradients_that_were_taken_live_as_long_as_what_keeps_them(way: Any) -> 
     assert memory.expired()
 
 
+@needs_library
+@given(
+    st.lists(
+        st.one_of(
+            st.none(),
+            st.dictionaries(st.sampled_from(["step", "exp_avg", "momentum_buffer"]), st.integers(0, 3), max_size=3),
+        ),
+        max_size=5,
+    )
+)
+def test_what_state_holds_is_told_by_its_identity(entries: list[Any]) -> None:
+    """Both ways alike, and otherwise once a value is another; what is no entry has none."""
+    values = [torch.ones(1), torch.zeros(()), None, 7]
+    state: dict[Any, Any] = {
+        nn.Parameter(torch.ones(1)): entry and {name: values[number] for name, number in entry.items()}
+        for entry in entries
+    }
+    seen = library.held(state)
+    assert seen == IN_PYTHON.held(state)
+    for entry in (entry for entry in state.values() if entry):
+        for name, value in entry.items():
+            entry[name] = torch.ones(1)
+            assert library.held(state) != seen
+            entry[name] = value
+        assert library.held(state) == seen
+
+
 def test_numbers_are_read_and_replaced() -> None:
     """What was packed comes back, one changed."""
     packed = IN_PYTHON.versions([torch.ones(1), torch.ones(1).mul_(2)])
@@ -128,6 +155,8 @@ def test_what_is_no_tensor_is_refused() -> None:
         library.pointers([1])
     with pytest.raises(TypeError):
         library.versions(1)
+    with pytest.raises(TypeError, match="state must be a dict, not list"):
+        library.held([{}])
     with pytest.raises(TypeError, match="takes 3 arguments, given 1"):
         library.linear(torch.ones(2))
     assert len(library.bump([torch.ones(1)], b"123")) == 0

@@ -31,6 +31,7 @@ PyMethodDef METHODS[] = {
     {"gradients", mixedopt::gradients, METH_O, nullptr},
     {"take", mixedopt::take, METH_O, nullptr},
     {"bump", fast(mixedopt::bump), METH_FASTCALL, nullptr},
+    {"held", mixedopt::held, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef MODULE = {

@@ -125,4 +125,22 @@ inline PyObject* bump(PyObject*, PyObject* const* args, Py_ssize_t number) {
   END_HANDLE_TH_ERRORS
 }
 
+template <class Visit>
+void for_each_value(PyObject* dict, Visit visit) {
+  PyObject *key, *value;
+  for (Py_ssize_t place = 0; PyDict_Next(dict, &place, &key, &value);) visit(value);
+}
+
+inline PyObject* held(PyObject*, PyObject* state) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyDict_Check(state), std::string("state must be a dict, not ") + Py_TYPE(state)->tp_name);
+  std::vector<int64_t> found;
+  for_each_value(state, [&](PyObject* entry) {
+    if (!PyDict_Check(entry)) return;
+    for_each_value(entry, [&](PyObject* value) { found.push_back(reinterpret_cast<int64_t>(value)); });
+  });
+  return bytes_of(found);
+  END_HANDLE_TH_ERRORS
+}
+
 }  // namespace mixedopt
