@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
-from mixedopt.casting import drop_hooks_, runs_already
+from mixedopt.casting import acts_inside, drop_hooks_, runs_already
 from mixedopt.functions import FunctionCasts, mentions
-from mixedopt.tracing import Traced, trace_in_mode_, traces_its_mode
 
 log = logging.getLogger("mixedopt")
 
@@ -75,7 +74,7 @@ class Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Put the mode in force."""
-        if not (isinstance(module, Traced) and traces_its_mode(module)):
+        if not acts_inside(module):
             self.code.enter()
 
 
@@ -87,7 +86,7 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the mode away."""
-        if not (isinstance(module, Traced) and traces_its_mode(module)):
+        if not acts_inside(module):
             self.code.leave()
 
 
@@ -237,8 +236,6 @@ def install(model: nn.Module, scopes: FunctionScopes) -> None:
     model.register_forward_pre_hook(Begin(scopes), with_kwargs=True)  # in this order
     model.register_forward_hook(End(scopes))
     scopes.watch_all(model)
-    if _has_own_code(model):
-        trace_in_mode_(model, scopes.mode)
 
 
 def pop_ours() -> FunctionCasts | None:

@@ -721,6 +721,21 @@ def test_no_mode_is_in_force_while_compiled_code_runs(device: torch.device, dtyp
     assert not any(seen)
 
 
+def test_a_compiler_makes_one_graph_of_a_model_of_yours(device: torch.device, dtype: torch.dtype) -> None:
+    """Casts of its inputs and outputs are in it: pieces of compiled code around it would cost more than they do."""
+    model = seeded(Scale, device)
+    convert(model, dtype, SOFT)
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    x = torch.ones(2, 4, device=device, dtype=torch.float32)
+    out = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph)(x)
+    assert torch.equal(model(x), out)
+    assert out.dtype == torch.float32
+    assert len(graphs) == 1
+    casts = [node for node in graphs[0].graph.nodes if node.target == "to"]
+    assert [cast.args[1] for cast in casts] == [dtype, torch.float32]
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_model_of_torchs_layers_alone_keeps_its_class(device: torch.device, dtype: torch.dtype) -> None:
     """No code of its own could call a function; a compiler makes one graph of it, casts included."""
@@ -857,6 +872,19 @@ def test_a_forward_that_is_replaced_since_has_the_rules(device: torch.device, dt
     assert all(torch.equal(expected, found) for found in results())
     handle.remove()
     assert not any("mixedopt" in name for name in vars(model))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_forward_that_the_class_is_given_since_has_the_rules(device: torch.device, dtype: torch.dtype) -> None:
+    """It is the class of this root alone; a compiler, too, sees that what we put there is gone."""
+    model = seeded(Scale, device)
+    convert(model, dtype, SOFT)
+    type(model).forward = lambda self, x: (x * self.scale).softmax(-1)  # type: ignore[method-assign]
+    x = torch.randn(2, 4, device=device)
+    expected = (x.to(dtype) * model.scale).float().softmax(-1)
+    torch._dynamo.reset()
+    assert torch.equal(expected, model(x))
+    assert torch.equal(expected, torch.compile(model, backend="eager")(x))
 
 
 def test_a_root_that_was_parametrized_since_gets_its_class_back(device: torch.device, dtype: torch.dtype) -> None:

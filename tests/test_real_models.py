@@ -401,8 +401,9 @@ def test_checkpointed_activations_change_no_bit(
     found, found_masters = few_steps(model, batch, dtype)
     assert losses[0] == found[0]
     assert losses[-1] < losses[0]
-    if name == "t5" and reentrant:
-        # Its layers share a position bias, whose gradient torch then sums in another order, without this library too.
+    if name == "t5":
+        # Its layers share a position bias and what the encoder says: torch then sums their gradients in another order,
+        # without this library too, and the values decide whether that shows.
         assert max(map(apart, found, losses)) < limit(name, dtype)
         return
     assert losses == found
