@@ -736,6 +736,56 @@ def test_a_compiler_makes_one_graph_of_a_model_of_yours(device: torch.device, dt
     assert [cast.args[1] for cast in casts] == [dtype, torch.float32]
 
 
+class Core(nn.Module):
+    """Calls a function that a rule may name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+
+class Layer(nn.Module):
+    """Has its code one module further in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+        self.scale = nn.Parameter(torch.full((8,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.core(x * self.scale)
+        return result
+
+
+class Tower(nn.Module):
+    """Layers in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_rules_hold_inside_the_layers_of_a_stack(device: torch.device, dtype: torch.dtype) -> None:
+    """Before any forward of the whole: in one that is called by itself, and compiled, without hooks on their parts."""
+    model = seeded(Tower, device)
+    convert(model, dtype, CastPolicy.default().keep_functions("exp"))
+    layer: Any = model.layers[1]
+    hooked = [name for name, module in model.named_modules() if module._forward_pre_hooks]
+    assert "layers.1" in hooked
+    assert "layers.1.core" not in hooked
+    x = (torch.randn(2, 8, device=device) / 8).to(dtype)
+    assert torch.equal(layer(x), (x * layer.scale).float().exp())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")(x)
+    assert torch.equal(compiled, model(x))
+    assert compiled.dtype == torch.float32
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_model_of_torchs_layers_alone_keeps_its_class(device: torch.device, dtype: torch.dtype) -> None:
     """No code of its own could call a function; a compiler makes one graph of it, casts included."""
