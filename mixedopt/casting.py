@@ -167,14 +167,6 @@ class WeakHook:
         return WeakHook, ()
 
 
-def acts_inside(module: nn.Module) -> bool:
-    """True iff a compiler traces this root, whose ``forward`` then does what its hooks do; see ``tracing``."""
-    held = module.__dict__
-    if "_mixedopt_inside" not in held or not torch.compiler.is_compiling() or "forward" in held:
-        return False
-    return hasattr(type(module).forward, "_mixedopt_acts")  # nobody has given the class another
-
-
 class CastInputs:
     """Forward pre-hook: floating arguments become ``dtype``.
 
@@ -204,13 +196,7 @@ class CastInputs:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Return the arguments with their tensors cast, ``None`` if nothing is to be done."""
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and not self.positions:  # the commonest call
-            if args[0].dtype == self.dtype or acts_inside(module):
-                return None
-            return (self._cast(args[0]),), kwargs
-        return None if acts_inside(module) else self.given(args, kwargs)
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with their tensors cast."""
+            return None if args[0].dtype == self.dtype else ((self._cast(args[0]),), kwargs)
         if self.positions:
             args = tuple([a if i in self.positions or i > self.rest else self._cast(a) for i, a in enumerate(args)])
         else:
@@ -276,10 +262,6 @@ class RootOutputs(CastOutputs):
     def __init__(self, dtype: torch.dtype, handle: object = None) -> None:
         super().__init__(dtype)
         self._handle = None if handle is None else weakref.ref(handle)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """As ``CastOutputs``, unless ``forward`` has done it."""
-        return None if acts_inside(module) else super().__call__(module, args, output)
 
     @property
     def handle(self) -> object:

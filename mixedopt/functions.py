@@ -9,7 +9,6 @@ fp32; ``examples/benchmark_policy.py`` measures both.
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -79,26 +78,8 @@ IN_PLACE = {"add_": torch.add, "sub_": torch.sub, "__iadd__": torch.add, "__isub
 # What makes a half tensor of a wider one.
 NARROWS = frozenset(["bfloat16", "half", "to", "type", "type_as"])
 SOFTMAX = frozenset(["log_softmax", "softmax", "softmin"])
-# Which rule: the first that has the name. Of all others a mode leaves the operands alone: most calls, and every look at
-# an attribute of a tensor.
-KINDS: dict[str, str] = {
-    name: kind
-    for kind, names in reversed(
-        {
-            "product": PRODUCTS,
-            "statistics": STATISTICS,
-            "in place": frozenset(IN_PLACE),
-            "write or fill": WRITES & FILLS,
-            "write": WRITES,
-            "addition": ADDITIONS,
-            "constant": CONSTANTS,
-            "narrow": NARROWS,
-            "fill": FILLS,
-            "maker": MAKERS,
-        }.items()
-    )
-    for name in names
-}
+# Of all others a mode leaves the operands alone: most calls, and every look at an attribute of a tensor.
+RULED = PRODUCTS | STATISTICS | WRITES | CONSTANTS | FILLS | MAKERS | NARROWS | frozenset(IN_PLACE)
 
 
 def function_name(function: str | Callable[..., Any]) -> str:
@@ -134,22 +115,6 @@ def not_in_place(name: str) -> str:
     return name.removesuffix("_")
 
 
-@functools.cache
-def kinds_with(names: frozenset[str]) -> Callable[[str], str]:
-    """Return what tells the kind of a function by its name; those of ``names`` are ``"fp32"``, unruled ones ``""``.
-
-    A compiler takes what it says as it is. It would look at each of our tables before every run of compiled code.
-    """
-    known = {**KINDS, **dict.fromkeys(names, "fp32")}
-    known |= {other: known.get(name, "") for other, name in SPELLINGS.items()}
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def kind_of(name: str) -> str:
-        return known.get(name, "")
-
-    return kind_of  # type: ignore[no-any-return]
-
-
 class FunctionCasts(TorchFunctionMode):
     """Casts the operands of torch functions called while it is in force.
 
@@ -177,62 +142,54 @@ class FunctionCasts(TorchFunctionMode):
         self.masks = masks
         self.narrows = narrows
         self.acted = False
-        self._kind_of = kinds_with(names)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made anew."""
-        return {name: value for name, value in vars(self).items() if name != "_kind_of"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make it anew."""
-        vars(self).update(state, _kind_of=kinds_with(state["names"]))
+        self._ruled = RULED | names
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func``, with other operands where a rule says so."""
         kwargs = kwargs or {}
-        kind = self._kind_of(getattr(func, "__name__", ""))
-        if not kind or kwargs.get("out") is not None:  # that is written to, whatever its dtype
+        name = getattr(func, "__name__", "")
+        name = SPELLINGS.get(name, name)
+        if name not in self._ruled:
             return func(*args, **kwargs)
-        if kind == "fp32":
-            return self._in_fp32(func, args, kwargs)
-        if kind == "product":
+        if kwargs.get("out") is not None:  # that is written to, whatever its dtype
+            return func(*args, **kwargs)
+        if name in self.names:
+            return self._in_fp32(name, func, args, kwargs)
+        if name in PRODUCTS:
             if self._mixed(args, kwargs):
                 return func(*self._acting(lowered(args, self.dtype)), **lowered(kwargs, self.dtype))
-        elif kind == "statistics":
+        elif name in STATISTICS:
             if self._mixed(args, kwargs) and self._has_half(args[1:], kwargs):
                 return func(self._acting(args[0]), *cast(args[1:], torch.float32), **cast(kwargs, torch.float32))
-        elif kind == "in place":
+        elif name in IN_PLACE:
             if args[0].dtype == self.dtype and (self.masks or self._beyond(args, kwargs)):
                 target, more = args[0], cast(args[1:], torch.float32)
-                plain = IN_PLACE[spelt(func.__name__)]
-                wide = plain(self._acting(target.float()), *more, **cast(kwargs, torch.float32))
+                wide = IN_PLACE[name](self._acting(target.float()), *more, **cast(kwargs, torch.float32))
                 return target.copy_(held(wide, self.dtype))
-        elif kind.startswith("write") and isinstance(args[0], Tensor) and self._other_than(args, kwargs):
+        elif name in WRITES and isinstance(args[0], Tensor) and self._other_than(args[0].dtype, args[1:], kwargs):
             rest = self._acting(lowered(args[1:], args[0].dtype))
             return func(args[0], *rest, **lowered(kwargs, args[0].dtype))
-        elif kind in ("constant", "addition"):
+        elif name in CONSTANTS:
             if self._beyond(args, kwargs):
                 return func(*self._acting(cast(args, torch.float32)), **cast(kwargs, torch.float32))
-            if self.masks and kind == "addition" and self._all_half(args, kwargs):
+            if self.masks and name in ADDITIONS and self._all_half(args, kwargs):
                 wide = func(*self._acting(cast(args, torch.float32)), **cast(kwargs, torch.float32))
                 return held(wide, self.dtype)
-        elif kind == "narrow":
+        elif name in NARROWS:
             if self.narrows:
                 return self._narrowed(args[0], func(*args, **kwargs))
-        elif (kind.endswith("fill") and self._beyond(args, kwargs)) or (
-            kind == "maker" and self._makes_beyond(args, kwargs)
-        ):
+        elif (name in FILLS and self._beyond(args, kwargs)) or (name in MAKERS and self._makes_beyond(args, kwargs)):
             args = self._acting(tuple([self._held(a) for a in args]))
             kwargs = {key: self._held(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
-    def _in_fp32(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _in_fp32(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._has_half(args, kwargs):
             return func(*args, **kwargs)
         self._acting(args)
-        if func is F.cross_entropy and (loss := cross_entropy(*args, **kwargs)) is not None:
+        if name == "cross_entropy" and (loss := cross_entropy(*args, **kwargs)) is not None:
             return loss
         return func(*cast(args, torch.float32), **cast(kwargs, torch.float32))
 
@@ -277,10 +234,8 @@ class FunctionCasts(TorchFunctionMode):
             return False
         return not any([isinstance(v, Tensor) and quantised(v) for v in (*args, *kwargs.values())])  # noqa: C419
 
-    def _other_than(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True iff what is written has another dtype than the first argument."""
-        dtype = args[0].dtype
-        found = self._dtypes(args[1:]) + self._dtypes(list(kwargs.values()))
+    def _other_than(self, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        found = self._dtypes(args) + self._dtypes(list(kwargs.values()))
         return dtype in (self.dtype, torch.float32) and any([d.is_floating_point and d != dtype for d in found])  # noqa: C419
 
     def _beyond(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

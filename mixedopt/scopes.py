@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
-from mixedopt.casting import acts_inside, drop_hooks_, runs_already
+from mixedopt.casting import drop_hooks_, runs_already
 from mixedopt.functions import FunctionCasts, mentions
+from mixedopt.tracing import Traced, trace_in_mode_, traces_its_mode
 
 log = logging.getLogger("mixedopt")
 
@@ -74,7 +75,7 @@ class Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Put the mode in force."""
-        if not acts_inside(module):
+        if not (isinstance(module, Traced) and traces_its_mode(module)):
             self.code.enter()
 
 
@@ -86,7 +87,7 @@ class Leave:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Take the mode away."""
-        if not acts_inside(module):
+        if not (isinstance(module, Traced) and traces_its_mode(module)):
             self.code.leave()
 
 
@@ -173,15 +174,10 @@ class FunctionScopes:
         module.register_forward_pre_hook(Enter(code))
         module.register_forward_hook(Leave(code), always_call=True)
 
-    def watch_outer(self, model: nn.Module) -> None:
-        """Put the modes in force, for a compiler, which runs no ``begin``, and for who calls a part of the model.
-
-        Not in each module: a compiler looks at every hook before every run of its code. Whoever calls one of the others
-        has called one of these, whose mode is not lifted before it is known where that may be.
-        """
+    def watch_all(self, model: nn.Module) -> None:
+        """Put the modes in force everywhere, for a compiler, which runs no ``begin``."""
         for name, mode in self._modes.items():
-            if mode.masks or not _is_inside_an_item(model, name):
-                self.watch(model, name, mode)
+            self.watch(model, name, mode)
 
     def _settle(self, model: nn.Module) -> None:
         acting = {name for name, mode in self._modes.items() if mode.acted} | self._named
@@ -234,14 +230,15 @@ class End:
 
 
 HOOKS = (Begin, End, Enter, Leave)
-LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def install(model: nn.Module, scopes: FunctionScopes) -> None:
     """Put scopes on their model; ``drop_hooks_(module, HOOKS)`` takes them off each module."""
     model.register_forward_pre_hook(Begin(scopes), with_kwargs=True)  # in this order
     model.register_forward_hook(End(scopes))
-    scopes.watch_outer(model)
+    scopes.watch_all(model)
+    if _has_own_code(model):
+        trace_in_mode_(model, scopes.mode)
 
 
 def pop_ours() -> FunctionCasts | None:
@@ -273,19 +270,6 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         elif _has_own_code(child) or (any(child.children()) and not isinstance(child, torch.jit.ScriptModule)):
             yield child
-
-
-def _is_inside_an_item(model: nn.Module, name: str) -> bool:
-    """True iff the module is a part of an item of a list: a layer of a stack, not the stack or the item itself."""
-    module: Any = model
-    item = False
-    for part in name.split(".") if name else ():
-        if item:
-            return True
-        listed = isinstance(module, LISTS)
-        module = module._modules[part]
-        item = listed and not isinstance(module, LISTS)
-    return False
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module | None:

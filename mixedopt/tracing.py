@@ -1,10 +1,10 @@
-"""What a compiler sees of the casts and the mode of a model.
+"""What a compiler sees of the mode of a model.
 
-It traces the forward of the outermost module, and not the hooks around it: each
-becomes a piece of compiled code of its own, and a mode that one puts in force
-would be in force while the compiled code runs, where every call of torch pays
-for it. So the root becomes a subclass of its class whose ``forward`` does what
-they do where it is traced, and which does nothing otherwise.
+It traces the forward of the outermost module, and not the hooks around it: a
+mode that such a hook puts in force would be in force while the compiled code
+runs, where every call of torch pays for it. So the root becomes a subclass of
+its class whose ``forward`` enters the mode where it is traced, and which does
+nothing otherwise.
 """
 
 from __future__ import annotations
@@ -14,27 +14,18 @@ import functools
 import inspect
 import types
 from abc import ABCMeta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from mixedopt.casting import CastInputs, CastOutputs, acts_inside, cast
 from mixedopt.functions import FunctionCasts
-
-
-class Inside(NamedTuple):
-    """What the hooks of a root do; ``None`` where there is none."""
-
-    inputs: CastInputs | None
-    mode: FunctionCasts | None
-    outputs: CastOutputs
 
 
 class Traced(nn.Module):
     """What the class of a converted root is, beside its own; without a compiler it does nothing."""
 
-    _mixedopt_inside: Inside  # of the root alone, not of a module that such a class has made since
+    _mixedopt_mode: FunctionCasts | None = None  # none in a module that such a class has made since
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Do nothing: what the user's class does for each subclass is not meant for these."""
@@ -49,24 +40,18 @@ class Traced(nn.Module):
 
 
 def traced(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a ``kind`` of its name, whose ``forward`` casts and enters the mode where a compiler traces it."""
+    """Return a ``kind`` of its name, whose ``forward`` enters the mode of the module where a compiler traces it."""
     if (known := next((each for each in type.__subclasses__(kind) if Traced in each.__bases__), None)) is not None:
         return known
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not acts_inside(self):
-            return kind.forward(self, *args, **kwargs)
-        inputs, mode, outputs = self._mixedopt_inside
-        if inputs is not None:
-            args, kwargs = inputs.given(args, kwargs)
-        if mode is None:
-            return cast(kind.forward(self, *args, **kwargs), outputs.dtype)
-        with mode:
-            result = kind.forward(self, *args, **kwargs)
-        return cast(result, outputs.dtype)
+        if traces_its_mode(self):
+            with self._mixedopt_mode:
+                return kind.forward(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)
 
-    vars(forward)["_mixedopt_acts"] = True
+    vars(forward)["_mixedopt_enters"] = True
     about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return types.new_class(kind.__name__, (Traced, kind), {}, lambda body: body.update(about, forward=forward))
 
@@ -74,7 +59,7 @@ def traced(kind: type[nn.Module]) -> type[nn.Module]:
 def take_off_(module: nn.Module) -> None:
     """Give a root its class back, also one that was parametrized since, whose class is made for it alone."""
     kind = type(module)
-    vars(module).pop("_mixedopt_inside", None)
+    vars(module).pop("_mixedopt_mode", None)
     if Traced in kind.__mro__:
         if Traced in kind.__bases__:
             module.__class__ = _kind_of(kind)
@@ -82,16 +67,12 @@ def take_off_(module: nn.Module) -> None:
             kind.__bases__ = tuple(_kind_of(base) for base in kind.__bases__)
 
 
-def trace_inside_(model: nn.Module, inside: Inside) -> None:
-    """Let compilers trace what the hooks of a root do, if its class is the user's, of a common kind.
-
-    Of others the mode stays in force while compiled code runs.
-    """
+def trace_in_mode_(model: nn.Module, mode: FunctionCasts) -> None:
+    """Let compilers trace the mode of a root of a common kind; that of others stays in force while their code runs."""
     kind = type(model)
     forward = inspect.getattr_static(kind, "forward", None)
     common = (
-        not kind.__module__.startswith(("torch.", "mixedopt."))
-        and type(kind) in (type, ABCMeta)
+        type(kind) in (type, ABCMeta)
         and inspect.isfunction(forward)
         and not (inspect.iscoroutinefunction(forward) or inspect.isgeneratorfunction(forward))
         and "__class__" not in forward.__code__.co_names  # ``super(self.__class__, self)`` would find itself
@@ -105,7 +86,15 @@ def trace_inside_(model: nn.Module, inside: Inside) -> None:
     )
     if common:
         model.__class__ = traced(kind)
-        vars(model)["_mixedopt_inside"] = inside
+        vars(model)["_mixedopt_mode"] = mode
+
+
+def traces_its_mode(module: Traced) -> bool:
+    """True iff a compiler traces this module, and its ``forward`` enters the mode itself."""
+    held = module.__dict__
+    if not torch.compiler.is_compiling() or "forward" in held or "_mixedopt_mode" not in held:
+        return False
+    return hasattr(type(module).forward, "_mixedopt_enters")  # nobody has given the class another
 
 
 def _kind_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -36,7 +36,7 @@ from mixedopt.masters import MasterWeights
 from mixedopt.policy.plan import CastPlan, ModuleCasts, check_fits, plan_casts
 from mixedopt.policy.ranks import QUANTISED
 from mixedopt.policy.rules import CastPolicy
-from mixedopt.tracing import Inside, take_off_, trace_inside_
+from mixedopt.tracing import take_off_
 
 OURS = (CastInputs, CastOutputs, CastParameters, ShowParameters, RefuseAssign, WeakHook, *scopes.HOOKS)
 
@@ -78,11 +78,10 @@ class PolicyHandle:
         self._scopes = _scopes(plan)
         for casts in plan.casts:
             self._hook(casts)
-        inputs = self._hook(plan.root, lower=True)  # before the scopes: our own casts are not code of the model
+        self._hook(plan.root, lower=True)  # before the scopes: our own casts are not code of the model
         if self._scopes is not None:
             scopes.install(plan.model, self._scopes)
-        mode = None if self._scopes is None else self._scopes.mode
-        trace_inside_(plan.model, Inside(inputs, mode, self._hook_root()))
+        self._hook_root()
 
     def __repr__(self) -> str:
         """Say which policy, which format, and whether it is in force."""
@@ -172,9 +171,8 @@ class PolicyHandle:
                 wanted[param] = before
         _cast_(wanted, self.plan.decisions)
 
-    def _hook(self, casts: ModuleCasts, *, lower: bool = False) -> CastInputs | None:
-        """Put hooks on one module; return that of its inputs."""
-        module, hook = casts.module, None
+    def _hook(self, casts: ModuleCasts, *, lower: bool = False) -> None:
+        module = casts.module
         if casts.mixed is not None:
             module.__class__ = casts.mixed
         if casts.inputs is not None:
@@ -188,14 +186,12 @@ class PolicyHandle:
         if casts.outputs is not None:
             outputs = CastOutputs(casts.outputs)
             self._handles.append(module.register_forward_hook(outputs))
-        return hook
 
-    def _hook_root(self) -> RootOutputs:
-        root, outputs = self.plan.model, RootOutputs(self.plan.output, self)
-        self._handles.append(root.register_forward_hook(outputs))
+    def _hook_root(self) -> None:
+        root = self.plan.model
+        self._handles.append(root.register_forward_hook(RootOutputs(self.plan.output, self)))
         for module in hookable(root):  # a submodule may be loaded on its own
             self._handles.append(module.register_load_state_dict_pre_hook(RefuseAssign()))  # type: ignore[no-untyped-call]
-        return outputs
 
 
 def _cast_(wanted: Mapping[nn.Parameter, torch.dtype], modules: Iterable[nn.Module]) -> None:
