@@ -872,6 +872,109 @@ def test_a_forward_that_the_class_is_given_since_has_the_rules(device: torch.dev
     assert torch.equal(expected, torch.compile(model, backend="eager")(x))
 
 
+class Sums(nn.Module):
+    """Says in which dtype it adds up, so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, times: int = 1) -> tuple[Tensor, str]:
+        total = (x * self.scale * times).cumsum(-1)
+        return total, str(total.dtype)
+
+
+WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@WARNS
+@pytest.mark.parametrize("listed_first", [False, True])
+def test_compiled_models_of_one_class_have_their_own_rules(
+    listed_first: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """What was compiled for one is not taken for another, whose policy lists other functions."""
+    torch._dynamo.reset()
+    policies = [CastPolicy.default(), CastPolicy.default().keep_functions("cumsum")]
+    models = [seeded(Sums, device), seeded(Sums, device)]
+    for model, policy in zip(models, reversed(policies) if listed_first else policies, strict=True):
+        convert(model, dtype, policy)
+    x = torch.ones(2, 8, device=device)
+    found = [torch.compile(model, backend="eager")(x)[1] for model in models]
+    expected = [str(dtype), "torch.float32"]
+    assert found == (expected[::-1] if listed_first else expected)
+
+
+@WARNS
+def test_casts_stay_where_a_compiler_gives_up(device: torch.device, dtype: torch.dtype) -> None:
+    """At its limit of recompilations it runs a forward as it is, and the hooks around it compiled."""
+    torch._dynamo.reset()
+    model = seeded(Sums, device)
+    convert(model, dtype)
+    x = torch.randn(2, 8, device=device)
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    for times in range(1, torch._dynamo.config.recompile_limit + 3):
+        found, expected = compiled(x, times)[0], model(x, times)[0]
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected), times
+
+
+@WARNS
+def test_hooks_of_a_user_see_the_same_with_a_compiler(device: torch.device, dtype: torch.dtype) -> None:
+    """On the root, registered before the conversion and after it."""
+    seen: list[list[torch.dtype]] = []
+    model = seeded(Scale, device)
+    for _ in range(2):
+        model.register_forward_pre_hook(lambda module, args: seen[-1].append(args[0].dtype))
+        model.register_forward_hook(lambda module, args, out: seen[-1].append(out.dtype))
+        if len(model._forward_hooks) == 1:
+            convert(model, dtype)
+    x = torch.ones(2, 4, device=device)
+    torch._dynamo.reset()
+    for call in (model, torch.compile(model, backend="eager")):
+        seen.append([])
+        call(x)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 4
+
+
+class Sum(nn.Module):
+    """Adds up what a layer above it gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(-1)
+
+
+class Layer(nn.Module):
+    """Has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Layers(nn.Module):
+    """A list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_part_that_is_called_by_itself_has_the_rules(device: torch.device, dtype: torch.dtype) -> None:
+    """Also if the whole is never called: a loop of one's own over its layers."""
+    model = seeded(Layers, device)
+    convert(model, dtype, CastPolicy.default().keep_functions("cumsum"))
+    layer: Any = model.layers[1]
+    assert layer.part(torch.ones(2, 8, device=device, dtype=dtype)).dtype == torch.float32
+
+
 def test_a_root_that_was_parametrized_since_gets_its_class_back(device: torch.device, dtype: torch.dtype) -> None:
     """The class that torch makes of it for that is then one of the user's again."""
     model = seeded(Scale, device)
