@@ -26,7 +26,7 @@ from mixedopt.bucket import Bucket
 from mixedopt.decision import Decision
 from mixedopt.eager import EagerTier
 from mixedopt.flat import ALIGNMENT
-from mixedopt.flat_state import FlatState, hand_over_
+from mixedopt.flat_state import FlatState, adopt_, hand_over_
 from mixedopt.gradients import ROW_OF_HALF, clip_factor, half_norm, row_squares
 from mixedopt.groups import has_hooks
 from mixedopt.rules import Rule, fault_of, rule_for
@@ -69,9 +69,9 @@ class CountedState(FlatState):
         super().__init__(bucket, rule, steps, begun, scalars)
         self.counts = [0] * len(bucket.params)
 
-    def adopt_(self, inner: torch.optim.Optimizer) -> None:
-        """Take the values that ``inner`` has, and leave it the views of ours."""
-        super().adopt_(inner)
+    def count_adopted_(self, inner: torch.optim.Optimizer) -> None:
+        """As in ``FlatState``, on the host, too."""
+        super().count_adopted_(inner)
         self.counts = [int(count) for count in self.steps.tolist()]
 
     def alike(self) -> list[tuple[float, ...]]:
@@ -189,8 +189,7 @@ class CompiledTier(EagerTier):
         if state is self.inner.state and form == self._form():
             return
         self._states += [CountedState(bucket, self._rule) for bucket in buckets[len(self._states) :]]
-        for state in self._states:
-            state.adopt_(self.inner)
+        adopt_(self._states, self.inner)
         self._runs.clear()
 
     def _form(self) -> tuple[Any, ...]:

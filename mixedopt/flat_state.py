@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,26 +42,29 @@ class FlatState:
             views |= {name: slot.view(flat) for name, flat in zip(rule.state, self.flats, strict=True)}
             self._entries.append({"step": self.steps[index], **views} if rule.counts else views)
 
-    @torch.no_grad()
-    def adopt_(self, inner: torch.optim.Optimizer) -> None:
-        """Take the values that ``inner`` has, and leave it the views of ours. Syncs: one read a slot at most."""
+    def moves(self, inner: torch.optim.Optimizer, ours: Collection[int]) -> Iterator[tuple[Tensor, Tensor | float]]:
+        """Put the views of ours into the entries of ``inner``; yield what they are to become.
+
+        Args:
+            inner: whose state.
+            ours: where the memory of all flat state begins. What lies there is yielded as a copy.
+        """
         group_of = {param: group for group in inner.param_groups for param in group["params"]}
-        begun: list[float] = []
         for master, own in zip(self.bucket.masters, self._entries, strict=True):
             held = inner.state.get(master)
-            begun.append(1.0 if held else 0.0)
-            if not held:
-                for view in own.values():
-                    view.zero_()
-                continue
             for name, view in own.items():
-                value = held.get(name)
-                if isinstance(value, Tensor) and value.data_ptr() != view.data_ptr():
-                    view.copy_(value)
-                elif value is None or not isinstance(value, Tensor):
+                value = held.get(name) if held else 0.0
+                if not isinstance(value, Tensor):
                     missing = self._rule.initial(group_of[master]).get(name, 0.0) if value is None else value
-                    view.fill_(float(missing))
-            held.update(own)
+                    yield view, float(missing)
+                elif value.data_ptr() != view.data_ptr():
+                    yield view, value.clone() if value.untyped_storage().data_ptr() in ours else value
+            if held:
+                held.update(own)
+
+    def count_adopted_(self, inner: torch.optim.Optimizer) -> None:
+        """Note which slots have begun, after ``moves`` were made."""
+        begun = [1.0 if inner.state.get(master) else 0.0 for master in self.bucket.masters]
         self.begun.copy_(torch.tensor(begun, dtype=torch.float32, device="cpu"))
         if not self._rule.counts:
             self.steps.copy_(self.begun)
@@ -94,6 +97,20 @@ class FlatState:
             entry = inner.state.get(master)
             if not begun and isinstance(entry, dict) and all(entry.get(name) is view for name, view in own.items()):
                 del inner.state[master]
+
+
+@torch.no_grad()
+def adopt_(states: Sequence[FlatState], inner: torch.optim.Optimizer) -> None:
+    """Take the values that ``inner`` has, and leave it the views of ours. Syncs: one read a slot at most.
+
+    All is read before anything is written: ours may have changed places.
+    """
+    tensors = (each for state in states for each in (*state.flats, state.steps, *state.scalars))
+    ours = {each.untyped_storage().data_ptr() for each in tensors}
+    for view, value in [move for state in states for move in state.moves(inner, ours)]:
+        view.copy_(value) if isinstance(value, Tensor) else view.fill_(value)
+    for state in states:
+        state.count_adopted_(inner)
 
 
 def hand_over_(inner: torch.optim.Optimizer, rule: Rule) -> None:

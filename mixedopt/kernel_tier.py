@@ -17,7 +17,7 @@ from torch import Tensor
 from mixedopt.collecting import Collected
 from mixedopt.decision import Decision
 from mixedopt.device_tier import DeviceTier
-from mixedopt.flat_state import FlatState, hand_over_
+from mixedopt.flat_state import FlatState, adopt_, hand_over_
 from mixedopt.forms import StepKernels, form_of, row_of, where_of
 from mixedopt.groups import has_hooks
 from mixedopt.kernels import on_device
@@ -198,8 +198,7 @@ class KernelTier(DeviceTier):
             self.settle_()
             if tables is None or tables.numbering is not numbering or len(tables.hyper) != len(inner.param_groups):
                 tables = self._tables = Tables(self._rule, inner, numbering)
-            for state in tables.states:
-                state.adopt_(inner)
+            adopt_(tables.states, inner)
             self._there, self._pushed = (), []
             self._note_adopted_()
         return tables

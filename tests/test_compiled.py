@@ -288,6 +288,12 @@ EDITS: dict[str, Callable[[dict[Any, Any], Any], Any]] = {
     "count in place": lambda state, param: state[param]["step"].zero_(),
     "scalar in place": lambda state, param: state[param]["mu_product"].fill_(1.0),
     "another tensor": lambda state, param: state[param].update(exp_avg=torch.full_like(state[param]["exp_avg"], 0.01)),
+    "changed places": lambda state, param: state[param].update(
+        exp_avg=state[param]["exp_avg_sq"], exp_avg_sq=state[param]["exp_avg"].abs()
+    ),
+    "changed places in ours": lambda state, param: state[param].update(
+        exp_avg=state[param]["exp_avg_sq"], exp_avg_sq=state[param]["exp_avg"].abs_()
+    ),
     "another entry": lambda state, param: state.update({param: {}}),
     "no entry": lambda state, param: state.pop(param),
 }
