@@ -919,6 +919,19 @@ def test_casts_stay_where_a_compiler_gives_up(device: torch.device, dtype: torch
 
 
 @WARNS
+@pytest.mark.xfail(strict=True, reason="the hook that enters the mode is compiled apart, and says that forward does it")
+def test_rules_stay_where_a_compiler_gives_up(device: torch.device, dtype: torch.dtype) -> None:
+    """As casts do; a known fault, in docs/cast-policy.md."""
+    torch._dynamo.reset()
+    model = seeded(Sums, device)
+    convert(model, dtype, CastPolicy.default().keep_functions("cumsum"))
+    x = torch.randn(2, 8, device=device)
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    found = [compiled(x, times)[1] for times in range(1, torch._dynamo.config.recompile_limit + 3)]
+    assert set(found) == {"torch.float32"}
+
+
+@WARNS
 def test_hooks_of_a_user_see_the_same_with_a_compiler(device: torch.device, dtype: torch.dtype) -> None:
     """On the root, registered before the conversion and after it."""
     seen: list[list[torch.dtype]] = []
