@@ -69,9 +69,9 @@ class CountedState(FlatState):
         super().__init__(bucket, rule, steps, begun, scalars)
         self.counts = [0] * len(bucket.params)
 
-    def count_adopted_(self, inner: torch.optim.Optimizer) -> None:
-        """As in ``FlatState``, on the host, too."""
-        super().count_adopted_(inner)
+    def show_(self, inner: torch.optim.Optimizer) -> None:
+        """As in ``FlatState``; counts are noted on the host, too."""
+        super().show_(inner)
         self.counts = [int(count) for count in self.steps.tolist()]
 
     def alike(self) -> list[tuple[float, ...]]:

@@ -43,7 +43,7 @@ class FlatState:
             self._entries.append({"step": self.steps[index], **views} if rule.counts else views)
 
     def moves(self, inner: torch.optim.Optimizer, ours: Collection[int]) -> Iterator[tuple[Tensor, Tensor | float]]:
-        """Put the views of ours into the entries of ``inner``; yield what they are to become.
+        """Yield our views, and what ``inner`` has in their place that they are to become. Writes nothing.
 
         Args:
             inner: whose state.
@@ -59,11 +59,12 @@ class FlatState:
                     yield view, float(missing)
                 elif value.data_ptr() != view.data_ptr():
                     yield view, value.clone() if value.untyped_storage().data_ptr() in ours else value
-            if held:
-                held.update(own)
 
-    def count_adopted_(self, inner: torch.optim.Optimizer) -> None:
-        """Note which slots have begun, after ``moves`` were made."""
+    def show_(self, inner: torch.optim.Optimizer) -> None:
+        """Leave ``inner`` the views of ours, and note which slots have begun; after the ``moves``."""
+        for master, own in zip(self.bucket.masters, self._entries, strict=True):
+            if held := inner.state.get(master):
+                held.update(own)
         begun = [1.0 if inner.state.get(master) else 0.0 for master in self.bucket.masters]
         self.begun.copy_(torch.tensor(begun, dtype=torch.float32, device="cpu"))
         if not self._rule.counts:
@@ -110,7 +111,7 @@ def adopt_(states: Sequence[FlatState], inner: torch.optim.Optimizer) -> None:
     for view, value in [move for state in states for move in state.moves(inner, ours)]:
         view.copy_(value) if isinstance(value, Tensor) else view.fill_(value)
     for state in states:
-        state.count_adopted_(inner)
+        state.show_(inner)
 
 
 def hand_over_(inner: torch.optim.Optimizer, rule: Rule) -> None:

@@ -317,6 +317,21 @@ def test_state_may_be_edited_between_steps(edit: str, device: torch.device, dtyp
         assert torch.allclose(state[name], values[name].to(state[name].device), rtol=1e-4, atol=1e-6), name
 
 
+def test_state_that_cannot_be_taken_stays_as_it_is(device: torch.device, dtype: torch.dtype) -> None:
+    """An error before anything is written: what else was put there is not lost."""
+    model, optimizer = wrapped(device, dtype, tier="compiled")
+    train(model, optimizer, range(2))
+    (_, first), *_, (_, last) = optimizer.named_masters()
+    state = optimizer.inner.state
+    given = state[first]["exp_avg"] = torch.full_like(state[first]["exp_avg"], 7.0)
+    state[last]["exp_avg"] = "seven"
+    optimizer.backward(loss_of(model, 2, use_branch=True))
+    with pytest.raises(ValueError, match="seven"):
+        optimizer.step()
+    assert state[first]["exp_avg"] is given
+    assert state[last]["exp_avg"] == "seven"
+
+
 def test_the_process_may_change_its_state(device: torch.device, dtype: torch.dtype) -> None:
     """What makes Dynamo compile anew between steps is no error, however few it allows; nor is autocast, to the bits."""
     weights = []
